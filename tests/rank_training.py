@@ -64,6 +64,10 @@ def of_tokens(outputs, targets):
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
+def of_tokens_if_any(outputs, targets):
+    return of_tokens(outputs, targets) if (targets != -100).any() else 0.0 * outputs.sum()
+
+
 def pair(outputs, targets):
     counts = targets != -100
     each = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -92,6 +96,7 @@ LOSSES = {
     "vector": (vectors, nn.CrossEntropyLoss(reduction="none")),
     "class weights": (vectors, nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=torch.float64))),
     "tokens, found out": (texts, of_tokens),
+    "tokens, if any": (texts, of_tokens_if_any),
     "pair": (texts, pair),
     "several": (texts, several),
     "list": (vectors, [one_of_list, other_of_list]),

@@ -10,6 +10,7 @@ back to the start of the window, and if one has to, it says so in place of its n
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,7 +57,8 @@ class Part(NamedTuple):
 
     Attributes:
         samples: Samples in the part.
-        weight: What the part's loss is divided by; None if it makes no difference.
+        weight: What the part's loss is divided by, NaN if nothing counts in it and it does not exist; None if that
+            makes no difference.
         known: What is known about the losses and of their names, in short.
         flags: Which parameters have a gradient and which buffers were written, packed.
         requests: Actions that the rank requests after this window, as bits.
@@ -255,7 +257,7 @@ class RankPeers(Peers):
         flags = [parameter.grad is not None for parameter in self._trained] + self._buffers.written()
         mine = Part(
             samples=self._window.samples,
-            weight=None if given.weight is None else float(given.weight),
+            weight=_on_the_host(given.weight),
             known=known,
             flags=np.packbits(np.array(flags, dtype=bool)).tobytes(),
             requests=self._requests(),
@@ -379,10 +381,8 @@ class RankPeers(Peers):
         """Return the factor for this rank's gradients and losses before they are summed over ranks."""
         if self.totals is not None or self._step.objective.weights.weighting is Weighting.SUM:
             return 1.0
-        total = sum(part.weight or 0.0 for part in self.parts)
-        if total == 0.0:
-            raise nothing_counts()
-        return given.provisional / total
+        total = total_of([part.weight or 0.0 for part in self.parts])
+        return given.provisional / total if total else 1.0
 
     def _known(self, slots: Mapping[reported.Slot, Any] | None = None) -> bytes:
         """Return a digest of everything known about the losses, equal wherever that is equal."""
@@ -453,6 +453,23 @@ def trained(step: GradientStep) -> list[nn.Parameter]:
 def sums(said: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     """Return by name the sum of what ranks say."""
     return {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
+
+
+def _on_the_host(weight: float | Tensor | None) -> float | None:
+    """Return what a part is divided by. Of cross entropy alone only the device knows it, which is NaN where it is 0."""
+    return (float(weight) or math.nan) if isinstance(weight, Tensor) else weight
+
+
+def total_of(weights: Sequence[float]) -> float:
+    """Return what a loss is divided by, from what the parts of a window say; 0 if it is 0 itself.
+
+    Raises:
+        InvalidInputError: Nothing counts in any part, and the loss of one of them does not exist (NaN).
+    """
+    total = sum(weight for weight in weights if not math.isnan(weight))
+    if not total and any(map(math.isnan, weights)):
+        raise nothing_counts()
+    return total
 
 
 def nothing_counts() -> InvalidInputError:

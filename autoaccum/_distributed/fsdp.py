@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._distributed.data_parallel import RankPeers, nothing_counts, sums
+from autoaccum._distributed.data_parallel import RankPeers, nothing_counts, sums, total_of
 from autoaccum._distributed.process_group import could_not_exchange
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
@@ -234,11 +234,11 @@ class ShardedRankPeers(RankPeers):
         weights = [part.weight for part in self.parts if part.weight is not None]
         if not weights:
             return 1.0
-        if not sum(weights):
-            raise nothing_counts()
+        if not (total := total_of(weights)):
+            return 1.0
         assert self.totals is not None
         provisional = self._step.objective.weights.set_provisional(self._window, self.totals)
-        return provisional / sum(weights)
+        return provisional / total
 
     def _larger_size(self) -> int:
         """Return the size that this rank requests for the next window, by the memory of this one."""

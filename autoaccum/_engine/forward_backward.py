@@ -205,6 +205,7 @@ class GradientStep:
         if value is None:
             if self.passes is not None:  # others wait for the backward pass
                 return term.value.nan_to_num() * 0.0
+            into.losses.setdefault(term.name, LossSum([])).add(term.value.new_zeros(()))
             into.reached += leaves_of(term.value)
         return value
 

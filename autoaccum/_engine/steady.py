@@ -265,6 +265,7 @@ class SteadyPath:
                     stage.phase = Phase.BACKWARD
                     (loss if scale is None else scale(loss)).backward()  # type: ignore[no-untyped-call]
                 else:
+                    losses.append(value.new_zeros(()))
                     reached += leaves_of(value)
                 if measures:
                     sizing.leave(size)

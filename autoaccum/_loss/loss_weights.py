@@ -104,11 +104,13 @@ class LossWeights(LossForms):
         self._adds_up = False  # whether the split's weight was seen to
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._seen: set[tuple[Any, ...]] = set()  # how each loss was put together in the graphs of checked windows
+        self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._added: dict[str, list[Any]] = {}  # what each sum was divided by in the first micro-batch of this window
 
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""
         self._added.clear()
+        self._exists.clear()
         self.is_checked_now = False
 
     # --- before a window ----------------------------------------------------------------------------------------------
@@ -316,14 +318,28 @@ class LossWeights(LossForms):
         return not all(_are_same(_divisors(form, window).values()) for form in read)
 
     def total(self, name: str, found: Sequence[float | Tensor], *, may_be_nothing: bool = False) -> float | Tensor:
-        """Return the weight of a window from those of its micro-batches."""
+        """Return the weight of a window, or a part of one, from those of its micro-batches.
+
+        Args:
+            name: The loss.
+            found: What the micro-batches' losses are divided by.
+            may_be_nothing: Whether other parts may have what this one lacks: it is NaN then, where a loss in which
+                nothing counts does not exist.
+
+        Raises:
+            InvalidInputError: Nothing counts in the window, and its loss does not exist.
+        """
         total: Any = sum(found[1:], start=found[0])
         if isinstance(total, Tensor) and total.device.type != "cpu":
             # It may be an integer, which would round a quotient to single precision.
             return in_full(total)
-        if not may_be_nothing and not float(total):
+        if float(total):
+            return float(total)
+        if may_be_nothing:
+            return 0.0 if self._exists.get(name) else math.nan
+        if not self._exists.get(name):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", len(found))
-        return float(total)
+        return self.provisional_total(name)  # there is nothing to correct: it is 0, and so is its gradient
 
     # --- after a forward pass -----------------------------------------------------------------------------------------
 
@@ -362,7 +378,7 @@ class LossWeights(LossForms):
             factors.units = term.weight / each if factors.units is None else factors.units
             self._compare_with(name, term.weight, factors.units * each)
         # The steady path divides first, too: the last bit is the same.
-        is_there = isinstance(term.weight, Tensor) or term.weight or _refuse_lost(name, value, [])
+        is_there = isinstance(term.weight, Tensor) or term.weight or self._nothing_in(name, value, [])
         return value * (term.weight / self.provisional_total(name)) if is_there else None
 
     def weight_of(self, name: str, loss: Tensor, samples: int, *, of: Window | None = None) -> float | Tensor:
@@ -382,7 +398,7 @@ class LossWeights(LossForms):
         """
         forms = self.forms.get(name)
         if forms is not None and len(forms) == 1 and (weight := weight_at_once(loss)) is not None:
-            return weight or _refuse_lost(name, loss, [])
+            return weight or self._nothing_in(name, loss, [])
         found = read(loss)
         first, window = found[0], of or self.window
         if forms is not None and _is_compiled(found) and window is not None and not self.is_trusted and _counted(forms):
@@ -405,8 +421,14 @@ class LossWeights(LossForms):
         weight = self._unclamped(name, loss, first, samples, window=self.window if of is None else None)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
-        weight = weight or _refuse_lost(name, loss, found)
-        return 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
+        is_there = weight and not math.isinf(weight)  # what is multiplied by 0 is not there
+        return weight if is_there else self._nothing_in(name, loss, [] if weight else found)
+
+    def _nothing_in(self, name: str, loss: Tensor, terms: Sequence[ReadTerm]) -> float:
+        """Note whether a loss in which nothing counts exists, as one divided by max(1, n) does; return 0."""
+        is_there = not isinstance(loss, FakeTensor) and bool(loss.detach().isfinite())
+        self._exists[name] = self._exists.get(name, True) and is_there
+        return _refuse_lost(name, loss, terms)
 
     def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, window: Window | None) -> float:
         """Return what a loss is divided by: 0 in place of max(1, 0); warn where it is more than what is counted."""

@@ -217,6 +217,32 @@ def test_terms_in_which_nothing_counts_end_no_training():
         trained(linear(), given, loss, lambda model, batch: model(batch["inputs"]), torch.optim.SGD, parts=3)
 
 
+def if_any(outputs, targets):
+    return functional.cross_entropy(outputs, targets) if (targets != -100).any() else 0.0 * outputs.sum()
+
+
+def of_at_least_one(outputs, targets):
+    return functional.cross_entropy(outputs, targets, reduction="sum") / (targets != -100).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("loss", [if_any, of_at_least_one])
+@pytest.mark.parametrize("micro_batch", [8, 3])
+def test_window_in_which_nothing_counts_has_a_gradient_of_zeros_where_its_loss_exists(loss, micro_batch):
+    model = nn.Linear(6, 4).double()
+    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=micro_batch, device="cpu")
+    for number in range(8):
+        inputs, targets = torch.randn(8, 6).double(), torch.randint(4, (8,))
+        targets[: 8 if number in (3, 6) else number] = -100
+        report = accumulator.backward((inputs, targets))
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        expected = loss(model(inputs), targets)
+        expected.backward()
+        torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
+        assert report.loss == pytest.approx(expected.item(), rel=1e-12)
+        model.zero_grad()
+
+
 # --- what passes leave behind -----------------------------------------------------------------------------------------
 
 

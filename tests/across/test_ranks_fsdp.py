@@ -70,6 +70,18 @@ def test_micro_batch_in_which_nothing_counts_takes_part_in_its_pass(crew):
     assert_trained_as(found, expected)
 
 
+@pytest.mark.parametrize("job", ["rank_training:train", "sharded_training:train"])
+def test_window_in_which_nothing_counts_on_any_rank_goes_by_where_its_loss_exists(crew, job):
+    data = rank_training.texts(16, nothing_counts_below=16) + rank_training.texts(32)
+    asked = {"loss": "tokens, if any", "data": data, "target_batch": 16}
+    expected = alone(**asked, micro_batch=16)
+
+    found = crew.run(job, size=2, **asked, micro_batch=2, shard=True)
+
+    assert expected["losses"][0] == 0.0
+    assert_trained_as(found, expected)
+
+
 def test_running_statistics_and_clipping_are_those_of_whole_models_on_the_same_ranks(crew):
     asked = {"target_batch": 16, "micro_batch": 4, "shard": True, "clip_grad_norm": 0.1, "epochs": 2, "norm": True}
     asked["data"] = rank_training.vectors(48)
