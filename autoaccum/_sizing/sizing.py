@@ -21,7 +21,7 @@ from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
 from autoaccum._sizing.backoff import Backoffs, wait_for_memory
-from autoaccum._sizing.frontier import Frontier, joined_widths, widths_between
+from autoaccum._sizing.frontier import Frontier, are_within, joined_widths, widths_between
 from autoaccum._sizing.search import Search
 
 if TYPE_CHECKING:
@@ -344,7 +344,8 @@ class Sizing:
         if most == 1:
             # No smaller size is left, but something else may have taken the memory for a moment.
             tries, self._alone[self.start] = self._alone[self.start], self._alone[self.start] + 1
-            is_worth_it = wait_for_memory(tries, may_wait=may_wait and widths not in self._too_large)
+            may_wait &= not any(are_within(smaller, widths) for smaller in self._too_large)
+            is_worth_it = wait_for_memory(tries, may_wait=may_wait)
             if not is_worth_it:
                 self._too_large.add(widths)
             return is_worth_it

@@ -112,11 +112,13 @@ def test_checkpoints_count_what_was_trained(tmp_path):
     assert rest.skipped_samples == whole.skipped_samples == 2
 
 
-def test_samples_alike_are_not_waited_for_one_by_one(monkeypatch):
+@pytest.mark.parametrize("wider", [0, 3], ids=["as wide", "wider and wider"])
+def test_samples_that_are_no_smaller_are_not_waited_for_one_by_one(monkeypatch, wider):
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
 
-    _, result = trained([4, *[40, 4] * 6, 4], target=2, on_too_large="skip")
+    widths = [width for number in range(6) for width in (40 + wider * number, 4)]
+    _, result = trained([4, *widths, 4], target=2, on_too_large="skip")
 
     assert result.skipped_samples == 6
     assert sum(pause > 0 for pause in waited) <= 2  # those for one of them
