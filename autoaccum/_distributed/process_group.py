@@ -90,6 +90,9 @@ class Ranks:
                 self._hosts = _group_of_hosts()
         self._tensors = self._hosts if kind == "cpu" else _default_group
         self._buffers, _ = _message_buffers(self.size)
+        # Those of the last message: a thread of gloo that gives up a tensor that Python has left takes locks of the
+        # interpreter, in which a process that a DataLoader forks at that moment can hang (Python 3.11).
+        self._last = self._buffers
         self._is_gloo = kind == "cpu" or f"{kind}:gloo" in backends
 
     def exchange(self, topic: str, value: Any = None) -> list[Any]:
@@ -127,11 +130,14 @@ class Ranks:
 
     def from_rank_0(self, topic: str, value: Any = None) -> Any:
         """Return rank 0's value, which may be large; the value on other ranks is not used."""
-        self.exchange(topic)  # so that a failure of rank 0 reaches those that wait for it
-        box = [value]
-        with self.on_network():
-            distributed.broadcast_object_list(box, 0, group=self._hosts())
-        return box[0]
+        said = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == 0 else b""
+        length = self.exchange(topic, len(said))[0]  # a failure of rank 0 reaches those that wait for it here
+        with self.on_network(), self._memory.elsewhere():
+            (sent,) = self._last = [torch.empty(length, dtype=torch.uint8)]
+            if self.rank == 0:
+                sent.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+            self._wait(distributed.broadcast(sent, 0, group=self._hosts(), async_op=True))
+            return pickle.loads(sent.numpy().data)  # noqa: S301 - of this training's own processes
 
     def fail(self, error: BaseException) -> None:
         """Report this rank's failure in place of the next message; at most once, and not if the others are gone."""
@@ -169,7 +175,8 @@ class Ranks:
     def _gathered(self, said: bytes, size: int) -> list[Any]:
         """Return what every rank says, in messages of so many bytes."""
         with self.on_network(), self._memory.elsewhere():
-            sent, *received = self._buffers if size == _MESSAGE_BYTES else _buffers(self.size, size)
+            self._last = self._buffers if size == _MESSAGE_BYTES else _buffers(self.size, size)
+            sent, *received = self._last
             sent.copy_(torch.frombuffer(bytearray(said.ljust(size)), dtype=torch.uint8))
             self._wait(distributed.all_gather(received, sent, group=self._hosts(), async_op=True))
             return [pickle.loads(one.numpy().data) for one in received]  # noqa: S301 - of this training's own processes
