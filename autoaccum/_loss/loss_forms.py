@@ -317,13 +317,20 @@ def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermFor
     """Return terms with the counts that both found; None if they are of other kinds."""
     if [one.kind for one in mine] != [one.kind for one in theirs]:
         return None
-    return tuple(replace(one, counts=_of_both(one.counts, its.counts)) for one, its in zip(mine, theirs, strict=True))
+    pairs = zip(mine, theirs, strict=True)
+    return tuple(replace(one, counts=_of_both(one, its), varying=_varying(one, its)) for one, its in pairs)
 
 
-def _of_both(mine: Mapping[Count, float], theirs: Mapping[Count, float]) -> dict[Count, float]:
-    """Return counts that both have; where some are the same part of the divisor in both, no others."""
-    both = {count: each for count, each in mine.items() if count in theirs}
-    return {count: each for count, each in both.items() if abs(each - theirs[count]) <= _SAME_SHARE * each} or both
+def _of_both(mine: TermForm, theirs: TermForm) -> dict[Count, float]:
+    return {count: each for count, each in mine.counts.items() if count in theirs.counts}
+
+
+def _varying(mine: TermForm, theirs: TermForm) -> frozenset[Count]:
+    """Return the counts that are not the same part of the divisor in both."""
+    found = {
+        count for count, each in _of_both(mine, theirs).items() if abs(each - theirs.counts[count]) > _SAME_SHARE * each
+    }
+    return mine.varying | theirs.varying | found
 
 
 def _in_words(forms: Sequence[TermForm]) -> str:

@@ -583,8 +583,9 @@ def _count(form: TermForm, window: Window) -> float:
 
 
 def _divisors(form: TermForm, window: Window) -> dict[Count, float]:
-    """Return what a term is divided by in a window, as each count that may be meant says: those of no factor first."""
-    meant = [count for count, each in form.counts.items() if _is_same(each, 1.0)] or form.counts
+    """Return what a term is divided by in a window, as each count says that may be meant: of no factor, if any."""
+    meant: Iterable[Count] = form.counts.keys() - form.varying or form.counts
+    meant = [count for count in meant if _is_same(form.counts[count], 1.0)] or meant
     counted = counts_of(window, 0, window.samples, frozenset(meant))
     return {count: counted[count] * form.counts[count] for count in sorted(meant)}
 

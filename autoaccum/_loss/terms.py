@@ -42,6 +42,7 @@ class TermForm:
         per_sample: What it is divided by, for each sample; None if that is not known.
         shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
         counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
+        varying: Those of them for which it was something else in another check.
         least: The least that a part was divided by, of those in which something counts.
         may_be_clamped: Whether a divisor that is 1 would be news.
         is_clamped: Whether it was 1 where nothing counts.
@@ -53,6 +54,7 @@ class TermForm:
     per_sample: float | None = None
     shares: tuple[float, ...] = ()
     counts: Mapping[Count, float] = field(default_factory=dict)
+    varying: frozenset[Count] = frozenset()
     least: float = math.inf
     may_be_clamped: bool = False
     is_clamped: bool = False
