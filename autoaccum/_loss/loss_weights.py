@@ -715,8 +715,11 @@ def _changed(
     name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm], *, is_known: bool = False
 ) -> NotCheckedError:
     """Return the error for a loss that has another form than it had when it was checked."""
-    before = "was not there" if forms is None else f"had {len(forms)} terms"
-    now, remedy = f"has {len(found)}", "the same form in every micro-batch (a term of 0 where nothing counts), "
+    before, now = "was not there", "is"
+    if forms is not None:
+        is_alike = len(forms) == len(found)
+        before, now = f"had {len(forms)} terms", "ends in other operations" if is_alike else f"has {len(found)}"
+    remedy = "the same form in every micro-batch (a term of 0 where nothing counts), "
     if _is_compiled(found):
         now, remedy = "has a graph that cannot be read, as compiled code has none", ""
     error = InvalidInputError(
