@@ -303,10 +303,7 @@ class _Compared:
             return self._unread()
         weight, near = weights[0], _SAME_WEIGHT * abs(weights[0])
         if all(_close(one, weight, near) for one in weights) and self._is_sum():
-            # Without a divisor the 1 is that of a plain sum, and a number of the batch is 1 by accident.
-            is_divided = self._terms[0].divisor is not None or not _close(weight, 1.0, near)
-            numbers = self._runs[0].numbers.items() if is_divided else ()
-            return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), near)), None))
+            return _sum_of(self._terms[0], self._runs[0])
         return TermForm(Form.UNCONFIRMED)
 
     def _is_sum(self) -> bool:
@@ -428,6 +425,7 @@ class TrialLosses:
     is_complete: bool = True
     tolerance: float = 0.0
     _divided_by_1: list[str] = field(default_factory=list)  # losses that look like sums
+    _found: dict[str, list[TermForm]] = field(default_factory=dict)  # by the choices of samples until now
 
     def forms(self, window: Window, most: int, larger: int) -> dict[str, list[TermForm]] | None:
         """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
@@ -440,24 +438,25 @@ class TrialLosses:
         Raises:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
-        found: dict[str, list[TermForm]] | None = None
+        has_tried = False
         for sample, first in choices(window, most, larger):
             self.is_complete, self._divided_by_1, now = True, [], dict[str, list[TermForm]]()
             try:
                 for source in self.passes:
                     self._try(source, sample, first, now)
             except Exception as error:
-                if found is None or not _oom.is_oom(error):
+                if not has_tried or not _oom.is_oom(error):
                     raise
                 _oom.let_go(error)  # the choice was of more samples
                 self.is_complete = False
                 break
-            found = now
+            has_tried = True
+            self._found |= now
             if self.is_complete:
                 break
         for name in self._divided_by_1:
             self.weights.warn_of_divisor_1(name)
-        return found
+        return self._found if has_tried else None
 
     def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
         """Add the terms of one source's losses."""
@@ -508,11 +507,17 @@ class TrialLosses:
             (term.is_counted and term.divisor is not None) or hasattr(term.end, "_saved_reduction")
             for term in run.terms
         )
-        return self._of_before(name, run) if are_read or name in self.weights.forms else []
+        if name in self.weights.forms or not are_read:
+            return list(self.weights.forms.get(name, ()))
+        # Where nothing counts, a mean is not divided by the same as elsewhere, unless that is 1.
+        is_fixed = [term.divisor is not None and float(term.divisor) != 1.0 for term in run.terms]
+        pairs = zip(run.terms, is_fixed, strict=True)
+        return [_sum_of(term, run) if is_sum else _by_graph_alone(term) for term, is_sum in pairs]
 
     def _of_before(self, name: str, run: Run) -> list[TermForm]:
         """Return the forms that are known of a loss, or else what its graph suggests."""
-        return list(self.weights.forms.get(name, ())) or [_by_graph_alone(term) for term in run.terms]
+        known = self.weights.forms.get(name) or self._found.get(name) or map(_by_graph_alone, run.terms)
+        return list(known)
 
     def _try_model(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> None:
         """Look whether a model compares samples, whose loss is one of torch."""
@@ -524,8 +529,8 @@ class TrialLosses:
             runs = [run, *(_part_of(name, run, of_part, sample.samples) for of_part in halves)]
             if not all(math.isfinite(one.value) and one.terms[0].weight for one in runs):
                 continue  # nothing counts, or it cannot be read
-            if not all(bool(one.gradients.isfinite().all()) for one in runs):
-                continue  # of which half precision is the reason
+            if not all(bool(one.gradients.isfinite().all() and one.gradients.any()) for one in runs):
+                continue  # of which half precision is the reason, or nothing counts in a sum
             whole_run, *parts = (one.as_one() for one in runs)
             (form,) = forms_of(whole_run, parts, None, self.tolerance)
             if not self.weights.is_as_stated(name, form):
@@ -631,6 +636,16 @@ def _is_empty(part: Run, whole: Run) -> bool:
     if whole.is_stated:
         return bool(others[0]) and weights[0] == 0.0
     return weights == others and not bool(part.gradients.any()) and bool(whole.gradients.any())
+
+
+def _sum_of(term: ReadTerm, run: Run) -> TermForm:
+    """Return the form of a sum that is divided by the same in all parts, which may be a number of the batch."""
+    weight = abs(float(term.weight or 0.0))
+    near = _SAME_WEIGHT * weight
+    # Without a divisor the 1 is that of a plain sum, and a number of the batch is 1 by accident.
+    is_divided = term.divisor is not None or not _close(weight, 1.0, near)
+    numbers = run.numbers.items() if is_divided else ()
+    return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, weight, near)), None))
 
 
 def _by_graph_alone(term: ReadTerm) -> TermForm:

@@ -79,6 +79,26 @@ def test_mean_is_no_sum_though_nothing_counts_in_one_part(counted, seed):
         assert_exact(linear(), [*batches(3, counted, seed)], of_tasks)
 
 
+@pytest.mark.parametrize("divisor", [16, 16.0, torch.tensor(16.0).double()], ids=["int", "float", "tensor"])
+def test_sum_divided_by_a_constant_is_a_sum_though_one_sample_alone_counts_at_first(divisor):
+    given = [*batches(3)]
+    given[0]["mask"] = (torch.arange(SAMPLES) == 5).double()
+
+    assert_exact(linear(), given, lambda outputs, batch: (outputs.square().mean(1) * batch["mask"]).sum(0) / divisor)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("labelled", [1, 2, 11])
+def test_loss_of_torch_tells_nothing_of_the_model_where_nothing_counts_in_a_part(reduction, labelled):
+    given, loss = [*batches(2)], nn.CrossEntropyLoss(reduction=reduction)
+    given[0]["classes"][labelled:] = -100
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for micro_batch in (1, 4):
+            pairs = [(batch["inputs"], batch["classes"]) for batch in given]
+            autoaccum.fit(linear(), pairs, SAMPLES, loss=loss, micro_batch=micro_batch, device="cpu", progress=False)
+
+
 @pytest.mark.parametrize(
     "loss",
     [of_tasks, lambda outputs, batch: outputs.square().mean(1).mean().unsqueeze(0).mean()],
