@@ -424,7 +424,7 @@ class TrialLosses:
     parameters: Sequence[nn.Parameter]
     is_complete: bool = True
     tolerance: float = 0.0
-    _divided_by_1: list[str] = field(default_factory=list)  # losses that look like sums
+    _divided_by_1: set[str] = field(default_factory=set)  # losses that look like sums
     _found: dict[str, list[TermForm]] = field(default_factory=dict)  # by the choices of samples until now
 
     def forms(self, window: Window, most: int, larger: int) -> dict[str, list[TermForm]] | None:
@@ -440,7 +440,7 @@ class TrialLosses:
         """
         has_tried = False
         for sample, first in choices(window, most, larger):
-            self.is_complete, self._divided_by_1, now = True, [], dict[str, list[TermForm]]()
+            self.is_complete, now = True, dict[str, list[TermForm]]()
             try:
                 for source in self.passes:
                     self._try(source, sample, first, now)
@@ -454,7 +454,7 @@ class TrialLosses:
             self._found |= now
             if self.is_complete:
                 break
-        for name in self._divided_by_1:
+        for name in sorted(self._divided_by_1):
             self.weights.warn_of_divisor_1(name)
         return self._found if has_tried else None
 
@@ -489,12 +489,14 @@ class TrialLosses:
             forms = forms_of(run, parts, again().get(name), self.tolerance)
             each = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts)
             self.weights.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them)"
-            forms = self._without_parts(name, run, parts) or forms
+            if known := self._without_parts(name, run, parts):
+                return known
+        self._divided_by_1.discard(name)
         if any(_may_be_clamped(term, form) for term, form in zip(run.terms, forms, strict=False)):
             self.is_complete = False
             forms = list(self.weights.forms.get(name, forms))
             if any(form.form is Form.SUM for form in forms):
-                self._divided_by_1.append(name)
+                self._divided_by_1.add(name)
         return forms
 
     def _without_parts(self, name: str, run: Run, parts: Sequence[Run]) -> list[TermForm]:
@@ -507,8 +509,9 @@ class TrialLosses:
             (term.is_counted and term.divisor is not None) or hasattr(term.end, "_saved_reduction")
             for term in run.terms
         )
-        if name in self.weights.forms or not are_read:
-            return list(self.weights.forms.get(name, ()))
+        known = self.weights.forms.get(name) or self._found.get(name)
+        if known or not are_read:
+            return list(known or ())
         # Where nothing counts, a mean is not divided by the same as elsewhere, unless that is 1.
         is_fixed = [term.divisor is not None and float(term.divisor) != 1.0 for term in run.terms]
         pairs = zip(run.terms, is_fixed, strict=True)

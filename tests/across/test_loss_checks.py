@@ -87,6 +87,14 @@ def test_sum_divided_by_a_constant_is_a_sum_though_one_sample_alone_counts_at_fi
     assert_exact(linear(), given, lambda outputs, batch: (outputs.square().mean(1) * batch["mask"]).sum(0) / divisor)
 
 
+def test_what_looks_like_a_sum_is_taken_for_one_with_a_warning_though_few_samples_are_left_to_tell():
+    given = [*batches(3)]
+    given[0]["mask"] = (torch.arange(SAMPLES) < 7).double()
+
+    with pytest.warns(autoaccum.errors.LossWarning, match="is divided by 1 in all samples that were tried"):
+        assert_exact(linear(), given, lambda outputs, batch: (outputs.square().mean(1) * batch["mask"]).sum(0) / 1)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("labelled", [1, 2, 11])
 def test_loss_of_torch_tells_nothing_of_the_model_where_nothing_counts_in_a_part(reduction, labelled):
