@@ -411,7 +411,7 @@ class TrialLosses:
 
     Attributes:
         mark: Taken before; restored before each pass.
-        is_complete: Whether something counted in every loss.
+        is_complete: Whether every loss was confirmed: something counted in both parts, and its divisor tells its form.
         tolerance: The relative difference that rounding may cause, as of the last pass.
     """
 
@@ -426,6 +426,8 @@ class TrialLosses:
     tolerance: float = 0.0
     _divided_by_1: set[str] = field(default_factory=set)  # losses that look like sums
     _found: dict[str, list[TermForm]] = field(default_factory=dict)  # by the choices of samples until now
+    _open: set[str] = field(default_factory=set)  # losses that the last choice did not confirm
+    _confirmed: set[str] = field(default_factory=set)
 
     def forms(self, window: Window, most: int, larger: int) -> dict[str, list[TermForm]] | None:
         """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
@@ -433,50 +435,53 @@ class TrialLosses:
         Args:
             window: The window.
             most: The most samples to try.
-            larger: The most where nothing counts in those.
+            larger: What further choices may grow to, where those do not confirm a loss of which nothing is known.
 
         Raises:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
         has_tried = False
         for sample, first in choices(window, most, larger):
-            self.is_complete, now = True, dict[str, list[TermForm]]()
+            self._open.clear()
             try:
                 for source in self.passes:
-                    self._try(source, sample, first, now)
+                    self._try(source, sample, first)
             except Exception as error:
                 if not has_tried or not _oom.is_oom(error):
                     raise
                 _oom.let_go(error)  # the choice was of more samples
-                self.is_complete = False
                 break
             has_tried = True
-            self._found |= now
-            if self.is_complete:
+            if all(self._known(name) for name in self._open):
                 break
+        self.is_complete = not self._open
         for name in sorted(self._divided_by_1):
             self.weights.warn_of_divisor_1(name)
         return self._found if has_tried else None
 
-    def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
-        """Add the terms of one source's losses."""
+    def _try(self, source: _Pass, sample: Window, first: int) -> None:
+        """Find the terms of one source's losses that are not confirmed yet."""
         whole = self._runs(source, sample, 0, sample.samples)
         if self.weights.is_trusted:  # as `loss=None` shows only now
             self._try_model(source, whole, sample, first)
             return
         halves = self._halves(source, whole, sample, first)
         for name, run in whole.items():
+            if name in self._confirmed:
+                continue
             if any(term.weight == 0.0 for term in run.terms) or not run.gradients.any():  # nothing counts in it
-                self.is_complete = False
+                self._open.add(name)
                 if not run.is_stated:
-                    found[name] = self._of_before(name, run)
+                    self._found[name] = self._known(name) or list(map(_of_nothing, run.terms))
             elif math.isfinite(run.value):
                 parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
                 forms = self._forms_of(name, run, parts, lambda: self._runs(source, sample, 0, sample.samples, seed=1))
                 if not run.is_stated:
-                    found[name] = forms
+                    self._found[name] = forms
                 else:
                     self._confirm_stated(name, [run, *parts], forms[0])
+                if name not in self._open:
+                    self._confirmed.add(name)
             elif name not in self.weights.forms:  # otherwise it may result from the training itself
                 raise not_finite({name: run.value})
 
@@ -493,8 +498,8 @@ class TrialLosses:
                 return known
         self._divided_by_1.discard(name)
         if any(_may_be_clamped(term, form) for term, form in zip(run.terms, forms, strict=False)):
-            self.is_complete = False
-            forms = list(self.weights.forms.get(name, forms))
+            self._open.add(name)
+            forms = self._known(name) or forms
             if any(form.form is Form.SUM for form in forms):
                 self._divided_by_1.add(name)
         return forms
@@ -503,24 +508,27 @@ class TrialLosses:
         """Return the forms of before, or that the graph suggests, where one part says nothing; none otherwise."""
         if run.is_stated or not any(_is_empty(part, run) for part in parts):
             return []
-        self.is_complete = False
+        self._open.add(name)
         # Neither a loss of torch nor with a divisor that counts, it may be a mean that was misread.
         are_read = all(
             (term.is_counted and term.divisor is not None) or hasattr(term.end, "_saved_reduction")
             for term in run.terms
         )
-        known = self.weights.forms.get(name) or self._found.get(name)
+        known = self._known(name)
         if known or not are_read:
-            return list(known or ())
-        # Where nothing counts, a mean is not divided by the same as elsewhere, unless that is 1.
-        is_fixed = [term.divisor is not None and float(term.divisor) != 1.0 for term in run.terms]
-        pairs = zip(run.terms, is_fixed, strict=True)
-        return [_sum_of(term, run) if is_sum else _by_graph_alone(term) for term, is_sum in pairs]
+            return known
+        # What counts is 0 in one part, so a divisor that is the same there is no count, unless it is max(1, n).
+        if any(map(_is_divided_by_1, run.terms)):
+            self._divided_by_1.add(name)
+        return [
+            _of_nothing(term) if term.divisor is None or _is_divided_by_1(term) else _sum_of(term, run)
+            for term in run.terms
+        ]
 
-    def _of_before(self, name: str, run: Run) -> list[TermForm]:
-        """Return the forms that are known of a loss, or else what its graph suggests."""
-        known = self.weights.forms.get(name) or self._found.get(name) or map(_by_graph_alone, run.terms)
-        return list(known)
+    def _known(self, name: str) -> list[TermForm]:
+        """Return the terms of a loss that an earlier check, or an earlier choice of samples, has shown."""
+        both = self.weights.forms.get(name, ()), self._found.get(name, ())
+        return next((list(forms) for forms in both if forms and not any(form.is_guess for form in forms)), [])
 
     def _try_model(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> None:
         """Look whether a model compares samples, whose loss is one of torch."""
@@ -545,7 +553,7 @@ class TrialLosses:
         """Reject a pair or a vector that is not what it says."""
         weights = [one.terms[0].weight for one in runs]
         if 0.0 in weights:  # of one part alone, a mean is the same as a sum over its weight
-            self.is_complete = False
+            self._open.add(name)
         is_finite = all(bool(one.gradients.isfinite().all()) for one in runs if one.terms[0].weight)
         if is_finite and (form.form is not Form.MEAN or form.is_clamped):
             raise no_mean(name, *((one.value, weight) for one, weight in zip(runs, weights, strict=True)))
@@ -653,12 +661,21 @@ def _sum_of(term: ReadTerm, run: Run) -> TermForm:
 
 def _by_graph_alone(term: ReadTerm) -> TermForm:
     if term.weight is None:
-        return TermForm(Form.UNCONFIRMED, is_read=False)
+        return TermForm(Form.UNCONFIRMED, is_read=False, is_guess=True)
     if term.is_counted or not term.weight:
-        return TermForm(Form.MEAN, per_sample=abs(float(term.weight)))
-    return TermForm(Form.SUM)
+        return TermForm(Form.MEAN, per_sample=abs(float(term.weight)), is_guess=True)
+    return TermForm(Form.SUM, is_guess=True)
+
+
+def _of_nothing(term: ReadTerm) -> TermForm:
+    """Return what the graph suggests where nothing counts, so that a divisor of 1 is no count."""
+    return TermForm(Form.SUM, is_guess=True) if _is_divided_by_1(term) else _by_graph_alone(term)
+
+
+def _is_divided_by_1(term: ReadTerm) -> bool:
+    return term.divisor is not None and float(term.divisor) == 1.0
 
 
 def _may_be_clamped(term: ReadTerm, form: TermForm) -> bool:
     """Whether what looks like a sum is divided by 1, as a mean is where max(1, n) is."""
-    return form.form is Form.SUM and form.number is None and term.divisor is not None and float(term.divisor) == 1.0
+    return form.form is Form.SUM and form.number is None and _is_divided_by_1(term)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _MOST_DIVISORS = 3
 # The relative difference of shares that single precision may cause.
 _SAME_SHARE = 1e-5
+# So many windows in a row are checked where a check does not confirm every loss; then those that are due.
+_MOST_INCOMPLETE = 4
 
 
 class Weighting(Enum):
@@ -66,6 +68,7 @@ class LossForms:
         self.warnings: list[str] = []
         self.tried: dict[str, str] = {}
         self._owes_warning = False
+        self._incomplete = 0  # checks in a row that have not confirmed every loss
 
     @property
     def weighting(self) -> Weighting:
@@ -179,9 +182,11 @@ class LossForms:
         Args:
             found: The terms of each loss, by name.
             is_checked: Whether they were tried on several samples.
-            is_complete: Whether something counted in every loss.
+            is_complete: Whether every loss was confirmed.
         """
-        self.is_checked, self.is_checked_now = is_complete, is_complete or not self.forms.keys() >= found.keys()
+        self._incomplete = 0 if is_complete else self._incomplete + 1
+        self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
+        self.is_checked_now = is_complete or not self.forms.keys() >= found.keys()
         found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
         for name, forms in found.items():
             self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)

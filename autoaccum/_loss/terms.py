@@ -46,6 +46,7 @@ class TermForm:
         least: The least that a part was divided by, of those in which something counts.
         may_be_clamped: Whether a divisor that is 1 would be news.
         is_clamped: Whether it was 1 where nothing counts.
+        is_guess: Whether the graph suggests it, and no check has compared parts in which something counts.
         number: Of a sum: where the batch carries the number that it is divided by; None if it is no such number.
     """
 
@@ -58,6 +59,7 @@ class TermForm:
     least: float = math.inf
     may_be_clamped: bool = False
     is_clamped: bool = False
+    is_guess: bool = False
     number: Path | None = None
 
     @property
