@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,16 +141,30 @@ def stream(
 
 
 def _versions(piece: Piece) -> list[tuple[Tensor, int]]:
-    return [(tensor, tensor._version) for tensor in piece.tensors() if not tensor.is_inference()]
+    plain = (tensor for tensor in piece.tensors() if tensor.layout is torch.strided and not tensor.is_inference())
+    return [(tensor, tensor._version) for tensor in plain]
 
 
-def _refuse_written(versions: Iterable[tuple[Tensor, int]]) -> None:
+def _refuse_written(versions: Sequence[tuple[Tensor, int]]) -> None:
     """Reject a loader that has written into batches that wait for the rest of their window."""
-    if any(tensor._version != before for tensor, before in versions):
-        raise InvalidInputError(
-            "the loader writes each batch into the tensors of the one before, of which a window of several batches "
-            "then has the last alone; yield new tensors, as by tensor.clone()"
-        )
+    for number, (tensor, before) in enumerate(versions):
+        # A write into another part of the same memory counts too.
+        if tensor._version != before and any(_overlap(tensor, later) for later, _ in versions[number + 1 :]):
+            raise InvalidInputError(
+                "the loader writes each batch into the tensors of the one before, of which a window of several "
+                "batches then has the last alone; yield new tensors, as by tensor.clone()"
+            )
+
+
+def _overlap(tensor: Tensor, other: Tensor) -> bool:
+    (start, stop), (its_start, its_stop) = _memory_of(tensor), _memory_of(other)
+    return start < its_stop and its_start < stop
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size() if tensor.numel() else start
 
 
 def tokens_of(piece: Piece) -> list[int]:

@@ -225,7 +225,7 @@ class ShardedRankPeers(RankPeers):
         totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
         # The reduction of gradients takes their mean over the ranks.
         self.multiplier = float(self.ranks.size) if totals[OF_SAMPLES] else 1.0
-        if totals[OF_SAMPLES] and not all(totals.values()):
+        if totals[OF_SAMPLES] and self._step.objective.weights.lack(totals):
             raise nothing_counts()
         return totals
 

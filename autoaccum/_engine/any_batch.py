@@ -112,10 +112,15 @@ def _joined(done: Sequence[tuple[Any, int]]) -> Any:
         InvalidInputError: They have no row for each sample, or rows of unlike shapes.
     """
     columns = [[leaf for _, leaf in leaves_of(result)] for result, _ in done]
+    if len(done) > 1 and all(_is_by_sample(*of_part) for of_part in done):
+        result, size = done[0]
+        raise InvalidInputError(
+            f"the function returned {_described(result)} for {size} samples, a list which may hold one tensor for each "
+            "of them or one for each output; return outputs in a tuple, or pass join=, a function of the list of "
+            "results"
+        )
     for leaves, (result, size) in zip(columns, done, strict=True):
-        is_by_sample = len(done) > 1 and _is_by_sample(result, size)
-        has_rows = len(leaves) == len(columns[0]) and all(map(_has_rows, leaves, [size] * len(leaves)))
-        if is_by_sample or not has_rows:
+        if len(leaves) != len(columns[0]) or not all(map(_has_rows, leaves, [size] * len(leaves))):
             raise InvalidInputError(
                 f"the function returned {_described(result)} for {size} samples, which has not one row for each of "
                 "them; return rows, or pass join=, a function of the list of results"

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # Relative differences of counts in double precision, of what is read in single precision, and of sums of split.weight.
 _SAME_COUNT, _SAME_WEIGHT, _ADDS_UP = 1e-9, 1e-5, 1e-6
+# So often an evaluation asks for a check that may tell which count a mean is divided by.
+_MOST_ASKED = 8
 # The totals of a window's samples, and of what split.weight counts, among the totals of its divisors.
 OF_SAMPLES, _OF_SPLIT = ("", 0), ("", 1)
 _HOST = torch.device("cpu")
@@ -60,6 +62,7 @@ class Factors:
         pairs: For the sums of (sum, weight) pairs whose total is known, by name.
         terms: For each term of a loss that has divisors of its own, by name.
         expected: What these terms are divided by, as each count of the batch that may be meant says.
+        empty: The names of losses with a term in which nothing counts in the window.
         units: What the first loss is divided by, in units of what a sample had when losses were checked.
     """
 
@@ -71,6 +74,7 @@ class Factors:
     pairs: dict[str, float] = field(default_factory=dict)
     terms: dict[str, list[float]] = field(default_factory=dict)
     expected: dict[Slot, dict[Count, float]] = field(default_factory=dict)
+    empty: set[str] = field(default_factory=set)
     units: float | None = None
 
 
@@ -104,6 +108,7 @@ class LossWeights(LossForms):
         self._adds_up = False  # whether the split's weight was seen to
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._seen: set[tuple[Any, ...]] = set()  # how each loss was put together in the graphs of checked windows
+        self._asked_of: list[list[TermForm]] = []  # means of which evaluations have asked for another check
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._added: dict[str, list[Any]] = {}  # what each sum was divided by in the first micro-batch of this window
 
@@ -128,6 +133,16 @@ class LossWeights(LossForms):
                 if form.form is Form.MEAN and form.counts:
                     found[name, number] = _count(form, window)
         return found
+
+    def lack(self, totals: Mapping[Slot, float]) -> bool:
+        """Whether something is divided by 0 in a window, of which that cannot be max(1, 0)."""
+        clamped = {
+            (name, number)
+            for name, forms in self.forms.items()
+            for number, form in enumerate(forms)
+            if form.may_be_clamped
+        }
+        return any(not total and slot not in clamped for slot, total in totals.items() if slot[1] >= 0)
 
     def factors(
         self, window: Window, sizes: Sequence[int], totals: Mapping[Slot, float] | None = None, *, is_part: bool = False
@@ -204,9 +219,11 @@ class LossWeights(LossForms):
                 if form.form is Form.MEAN:
                     count = min(form.counts)
                     counted, total = _counts(window, sizes, form), totals[name, number]
-                    if not total:
+                    if not total and not form.may_be_clamped:
                         raise nothing_counts(f"nothing counts ({in_words(count)})", len(sizes))
-                    own = [one[count] / total for one in counted]
+                    own = [one[count] / (total or 1.0) for one in counted]
+                    for one in () if total else factors:
+                        one.empty.add(name)
                     for one, counts in zip(factors, counted, strict=True):
                         one.expected[name, number] = {of: counts[of] * each for of, each in form.counts.items()}
                 else:
@@ -289,16 +306,16 @@ class LossWeights(LossForms):
         return float(window.samples)
 
     def _weight_of_several(self, name: str, window: Window, loss: Tensor | None) -> float:
-        """Return what the first term of a loss is divided by; 0 where that of another is 0, so that the loss is NaN."""
-        forms = self.forms[name]
+        """Return by what a loss is weighed whose terms have divisors of their own; 0 where it is NaN."""
         self.warn(
             f"loss {name!r} has terms that are divided by numbers of their own, of which an evaluation knows the "
-            "sum alone: it weighs micro-batches as the first term does; return the terms by name"
+            "sum alone: it weighs micro-batches by one of these numbers; return the terms by name"
         )
-        weights = [self._counted(name, form, window, loss) for form in forms if form.counts]
-        if not all(weights):
+        if loss is not None and bool(loss.detach().isnan()):
             return 0.0
-        return weights[0] if forms[0].counts else float(window.samples)
+        # Of max(1, n), what counts may be 0 where other terms are not.
+        form = next((one for one in self.forms[name] if one.counts and not one.may_be_clamped), None)
+        return self._counted(name, form, window, loss) if form is not None else float(window.samples)
 
     def _counted(self, name: str, form: TermForm, window: Window, loss: Tensor | None) -> float:
         """Return what a mean is divided by, as the batch counts it; the least, where it cannot be told."""
@@ -313,9 +330,17 @@ class LossWeights(LossForms):
         return min(of_counts.values()) if form.is_read else of_counts[min(of_counts)]
 
     def is_ambiguous(self, window: Window) -> bool:
-        """Whether counts that a mean may be divided by, which were alike when it was checked, differ in a window."""
+        """Whether counts that a mean may be divided by, which were alike when it was checked, differ in a window.
+
+        Not so where checks have told no more of them, several times.
+        """
         read = [form for form in self._all_forms() if form.is_read and len(form.counts) > 1]
-        return not all(_are_same(_divisors(form, window).values()) for form in read)
+        if self._asked_of[:1] != [read]:
+            self._asked_of = []
+        if len(self._asked_of) >= _MOST_ASKED or all(_are_same(_divisors(form, window).values()) for form in read):
+            return False
+        self._asked_of.append(read)
+        return True
 
     def total(self, name: str, found: Sequence[float | Tensor], *, may_be_nothing: bool = False) -> float | Tensor:
         """Return the weight of a window, or a part of one, from those of its micro-batches.
@@ -418,7 +443,7 @@ class LossWeights(LossForms):
                 self._compare_with(name, one.weight, unit * ((form.per_sample or 1.0) / own))
         if isinstance(first.weight, Tensor):
             return first.weight
-        weight = self._unclamped(name, loss, first, samples, window=self.window if of is None else None)
+        weight = self._unclamped(name, loss, first, samples, of=of)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         is_there = weight and not math.isinf(weight)  # what is multiplied by 0 is not there
@@ -430,19 +455,20 @@ class LossWeights(LossForms):
         self._exists[name] = self._exists.get(name, True) and is_there
         return _refuse_lost(name, loss, terms)
 
-    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, window: Window | None) -> float:
+    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, of: Window | None) -> float:
         """Return what a loss is divided by: 0 in place of max(1, 0); warn where it is more than what is counted."""
         form, weight = self.forms[name][0], float(term.weight)
         if term.divisor is None and is_mean_over_classes(term.end):  # which torch counts, and nothing else divides
             return weight
         of_samples = samples * form.counts.get(SAMPLES, 0.0)
         is_one = form.may_be_clamped and term.divisor == 1.0 and not _is_same(weight, of_samples)
-        if not is_one and (window is None or not self.is_checked_now or self.is_trusted or not form.counts):
+        window, start = (self.window, self.start) if of is None else (of, 0)
+        is_unknown = of is not None or window is None or not self.is_checked_now or self.is_trusted or not form.counts
+        if not is_one and is_unknown:
             return weight
         numbers: list[float] = []
         if window is not None and window.is_on(_HOST):
-            counted = counts_of(window, self.start, self.start + samples, frozenset(form.counts))
-            numbers = [counted[count] * each for count, each in form.counts.items()]
+            numbers = list(_divisors(form, window, start, start + samples).values())
         if is_one and numbers and not any(numbers) and not float(loss.detach()):
             return 0.0
         if is_one:
@@ -465,13 +491,11 @@ class LossWeights(LossForms):
             raise _changed(term.name, forms, found)
         _wait(found)
         self._note_or_compare(term.name, found)
-        for number, (one, form) in enumerate(zip(found, forms, strict=True)):
-            if form.form is Form.MEAN and form.is_read:
-                if one.weight is None and not _is_compiled([one]):
-                    raise _changed(term.name, forms, found)
-                self._compare((term.name, number), one, factors.expected[term.name, number])
+        self._compare_terms(term.name, found, factors)
         if not all(own):
             _refuse_lost(term.name, term.value, found)
+            if term.name in factors.empty and bool(term.value.detach().isnan()):
+                raise nothing_counts(f"what loss {term.name!r} is divided by is 0", 1)
         if len(own) == 1:
             return term.value * own[0] if own[0] else None
         for one, factor in zip(found, own, strict=True):
@@ -481,6 +505,15 @@ class LossWeights(LossForms):
                 term.has_nothing = True
                 one.end.register_prehook(stopped)
         return term.value * share
+
+    def _compare_terms(self, name: str, found: Sequence[ReadTerm], factors: Factors) -> None:
+        """Compare what each term is divided by with what the batch counts; as `_compare`."""
+        forms = self.forms[name]
+        for number, (one, form) in enumerate(zip(found, forms, strict=True)):
+            if form.form is Form.MEAN and form.is_read:
+                if one.weight is None and not _is_compiled([one]):
+                    raise _changed(name, forms, found)
+                self._compare((name, number), one, factors.expected[name, number])
 
     def _compare(self, slot: Slot, term: ReadTerm, expected: Mapping[Count, float]) -> None:
         """Compare what a term is divided by with what the batch counts.
@@ -582,11 +615,11 @@ def _count(form: TermForm, window: Window) -> float:
     return counts_of(window, 0, window.samples, frozenset([count]))[count]
 
 
-def _divisors(form: TermForm, window: Window) -> dict[Count, float]:
-    """Return what a term is divided by in a window, as each count says that may be meant: of no factor, if any."""
+def _divisors(form: TermForm, window: Window, start: int = 0, stop: int | None = None) -> dict[Count, float]:
+    """Return what a term is divided by in some samples, as each count says that may be meant: of no factor, if any."""
     meant: Iterable[Count] = form.counts.keys() - form.varying or form.counts
     meant = [count for count in meant if _is_same(form.counts[count], 1.0)] or meant
-    counted = counts_of(window, 0, window.samples, frozenset(meant))
+    counted = counts_of(window, start, window.samples if stop is None else stop, frozenset(meant))
     return {count: counted[count] * form.counts[count] for count in sorted(meant)}
 
 
@@ -613,7 +646,11 @@ def _agreed(numbers: Mapping[Count, float]) -> float:
 
 
 def _refuse_ambiguous(counted: Sequence[Mapping[Count, float]]) -> None:
-    """Check anew if counts of micro-batches which weighed all samples so far alike do not weigh these alike."""
+    """Reject counts of micro-batches which weighed all samples so far alike and do not weigh these alike.
+
+    Raises:
+        NotCheckedError: A check of this window may tell which is meant.
+    """
     totals = {count: sum(one[count] for one in counted) or 1.0 for count in counted[0]}
     first = min(totals)
     pairs = [(one[count] / totals[count], one[first] / totals[first]) for one in counted for count in totals]

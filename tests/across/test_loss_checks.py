@@ -271,6 +271,57 @@ def test_window_in_which_nothing_counts_has_a_gradient_of_zeros_where_its_loss_e
         model.zero_grad()
 
 
+def test_named_loss_in_which_nothing_counts_goes_by_where_it_exists():
+    given = [*batches(6)]
+    for number, batch in enumerate(given):
+        batch["rare"] = batch["mask"] * float(number % 3 != 1)
+
+    def loss(outputs, batch):
+        rare = (outputs.abs().mean(1) * batch["rare"]).sum() / batch["rare"].sum().clamp(min=1)
+        return {"all": outputs.square().mean(), "rare": rare}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it is divided by is more than what counts there
+        model, weights = linear(), []
+        runner = autoaccum.Runner(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(SAMPLES, 4), loss=loss,
+            forward=lambda model, batch: model(batch["inputs"]), device="cpu", precision="fp32",
+        )  # fmt: skip
+        for batch in copy.deepcopy(given):
+            runner.step(batch)
+            weights.append(model.weight.detach().clone())
+    expected = linear()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for batch, found in zip(given, weights, strict=True):
+        optimizer.zero_grad()
+        sum(loss(expected(batch["inputs"]), batch).values()).backward()
+        optimizer.step()
+        torch.testing.assert_close(found, expected.weight.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["divided by 1", "no gradient"])
+@pytest.mark.filterwarnings("ignore::autoaccum.errors.LossWarning")
+def test_loss_that_no_check_confirms_costs_checks_in_the_first_windows_alone(kind):
+    passes = []
+
+    def loss(outputs, batch):
+        passes.append(len(outputs))
+        return outputs.sum() / 1 if kind == "divided by 1" else (outputs - outputs.detach().abs() - 1).relu().mean()
+
+    model = linear()
+    accumulator = autoaccum.Accumulator(
+        model, loss=loss, forward=lambda model, batch: model(batch["inputs"]), micro_batch=4, device="cpu"
+    )
+    counts = []
+    for batch in batches(13):
+        passes.clear()
+        accumulator.backward(batch)
+        counts.append(len(passes))
+        model.zero_grad()
+
+    assert counts[-1] == counts[4] == SAMPLES // 4
+
+
 # --- what passes leave behind -----------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,16 @@ class Reusing:
             yield inputs.normal_(), targets.normal_()
 
 
+class InTurn:
+    """Writes each batch into a part of one tensor that no batch of the same window is in."""
+
+    def __iter__(self):
+        inputs, targets = torch.empty(16, 3), torch.empty(16, 1)
+        for number in range(6):
+            rows = slice(4 * (number % 4), 4 * (number % 4) + 4)
+            yield inputs[rows].normal_(), targets[rows].normal_()
+
+
 class Writing(nn.Linear):
     """Writes into its inputs."""
 
@@ -76,6 +86,10 @@ def test_loader_that_writes_each_batch_into_the_one_before_is_refused_where_wind
 @pytest.mark.parametrize("target_batch", [2, 4])
 def test_loader_that_writes_each_batch_into_the_one_before_trains_where_each_is_used_up_first(target_batch):
     assert len(trained(nn.Linear(3, 1), Reusing(), target_batch).history) == 24 // target_batch
+
+
+def test_loader_that_writes_into_memory_of_no_batch_that_waits_trains():
+    assert len(trained(nn.Linear(3, 1), InTurn(), 8).history) == 3
 
 
 def test_batches_that_the_model_has_written_into_are_no_fault_of_the_loader():

@@ -131,6 +131,15 @@ def test_tensors_of_which_each_is_of_one_sample_name_join_whatever_their_length(
         batched(of)(torch.arange(6.0))
 
 
+def test_list_of_outputs_is_joined_by_output_where_parts_show_that_it_is_one():
+    of, _ = limited(4, lambda batch: [batch, 2 * batch])
+
+    assert [one.tolist() for one in batched(of, micro_batch=4)(torch.arange(6.0))] == [
+        [0, 1, 2, 3, 4, 5],
+        [0, 2, 4, 6, 8, 10],
+    ]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_model_generates_for_a_batch_of_any_size_as_for_all_of_it():
     pytest.importorskip("transformers")

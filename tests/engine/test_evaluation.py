@@ -119,7 +119,14 @@ def all_of(batches):
     return tuple(map(torch.cat, zip(*batches, strict=True)))
 
 
-@pytest.mark.parametrize("loss", [over_tokens, with_penalty], ids=["mean", "means of two counts"])
+def clamped(outputs, targets):
+    each = functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="sum")
+    return each / (targets != -100).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    "loss", [over_tokens, with_penalty, clamped], ids=["mean", "means of two counts", "at least 1"]
+)
 def test_mean_is_over_the_labelled_tokens_of_all_batches_whatever_the_first_shows(loss):
     model, batches = WithLoss(), ragged_tokens()
     outputs, targets = model(all_of(batches)[0]).detach(), all_of(batches)[1]
@@ -138,10 +145,10 @@ def test_mean_of_a_model_with_its_own_loss_is_over_the_labelled_tokens_of_all_ba
     assert found == pytest.approx(exact(model, all_of(batches), over_tokens), rel=1e-12)
 
 
-def test_terms_of_one_loss_with_divisors_of_their_own_are_weighed_as_the_first_with_a_warning():
+def test_terms_of_one_loss_with_divisors_of_their_own_are_weighed_by_one_of_these_with_a_warning():
     model, batches = WithLoss(), ragged_tokens()
 
-    with pytest.warns(autoaccum.errors.LossWarning, match="as the first term does; return the terms by name"):
+    with pytest.warns(autoaccum.errors.LossWarning, match="by one of these numbers; return the terms by name"):
         found = runner_of(model, loss=sum_with_penalty).evaluate(batches)
 
     halves = [half for batch in batches[:3] for half in zip(*(entry.split(2) for entry in batch), strict=True)]
