@@ -11,7 +11,7 @@ DEPENDS_ON_LOAD = {
     "test_what_a_command_leaves_in_its_group_is_ended_before_it_is_started_again",
     # A page shows micro-batches of which the clock chooses the fastest.
     "test_code_of_a_page_runs_one_piece_after_the_other",
-    # A process at its hard limit, in which native code fails now and then with an error of its own.
+    # A process at its hard limit, in which oneDNN is lost now and then (DeviceLostError), as the docs say.
     "test_search_under_a_limit_of_the_process_fails_seldom_and_finds_most_of_what_a_fresh_process_has_room_for",
     # A rank is stopped for nearly as long as others wait for it.
     "test_rank_that_is_stopped_for_a_while_is_waited_for",

@@ -426,7 +426,7 @@ class TrialLosses:
     tolerance: float = 0.0
     _divided_by_1: set[str] = field(default_factory=set)  # losses that look like sums
     _found: dict[str, list[TermForm]] = field(default_factory=dict)  # by the choices of samples until now
-    _open: set[str] = field(default_factory=set)  # losses that the last choice did not confirm
+    _open: set[str] = field(default_factory=set)  # losses that no choice has confirmed yet
     _confirmed: set[str] = field(default_factory=set)
 
     def forms(self, window: Window, most: int, larger: int) -> dict[str, list[TermForm]] | None:
@@ -442,7 +442,7 @@ class TrialLosses:
         """
         has_tried = False
         for sample, first in choices(window, most, larger):
-            self._open.clear()
+            open_before = set(self._open)
             try:
                 for source in self.passes:
                     self._try(source, sample, first)
@@ -450,6 +450,7 @@ class TrialLosses:
                 if not has_tried or not _oom.is_oom(error):
                     raise
                 _oom.let_go(error)  # the choice was of more samples
+                self._open |= open_before
                 break
             has_tried = True
             if all(self._known(name) for name in self._open):
@@ -469,6 +470,7 @@ class TrialLosses:
         for name, run in whole.items():
             if name in self._confirmed:
                 continue
+            self._open.discard(name)
             if any(term.weight == 0.0 for term in run.terms) or not run.gradients.any():  # nothing counts in it
                 self._open.add(name)
                 if not run.is_stated:
