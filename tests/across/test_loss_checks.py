@@ -322,6 +322,30 @@ def test_loss_that_no_check_confirms_costs_checks_in_the_first_windows_alone(kin
     assert counts[-1] == counts[4] == SAMPLES // 4
 
 
+def test_loss_is_checked_again_where_memory_ran_out_before_something_counted():
+    lacks, model = [], linear()
+
+    def loss(outputs, batch):
+        if lacks and len(outputs) > 8:
+            raise torch.OutOfMemoryError(lacks.pop())
+        return (outputs.square().mean(1) * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+
+    accumulator = autoaccum.Accumulator(
+        model, loss=loss, forward=lambda model, batch: model(batch["inputs"]), micro_batch=16, device="cpu"
+    )
+    for number in range(3):
+        batch = {"inputs": torch.randn(40, 6).double(), "mask": torch.full((40,), float(number == 2)).double()}
+        lacks += ["CUDA out of memory."] * (number == 1)
+        model.zero_grad()
+        accumulator.backward(batch)
+
+    assert not lacks
+    found = model.weight.grad
+    model.zero_grad()
+    loss(model(batch["inputs"]), batch).backward()
+    torch.testing.assert_close(found, model.weight.grad)
+
+
 # --- what passes leave behind -----------------------------------------------------------------------------------------
 
 
