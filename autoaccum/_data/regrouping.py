@@ -151,8 +151,8 @@ def _refuse_written(versions: Sequence[tuple[Tensor, int]]) -> None:
         # A write into another part of the same memory counts too.
         if tensor._version != before and any(_overlap(tensor, later) for later, _ in versions[number + 1 :]):
             raise InvalidInputError(
-                "the loader writes each batch into the tensors of the one before, of which a window of several "
-                "batches then has the last alone; yield new tensors, as by tensor.clone()"
+                "the loader writes each batch into the tensors of the batch before, so a window of several batches "
+                "holds only the last batch; yield new tensors, such as tensor.clone()"
             )
 
 

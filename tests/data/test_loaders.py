@@ -79,7 +79,7 @@ class Writing(nn.Linear):
 
 @pytest.mark.parametrize("target_batch", [6, 8, 24])
 def test_loader_that_writes_each_batch_into_the_one_before_is_refused_where_windows_hold_several(target_batch):
-    with pytest.raises(autoaccum.InvalidInputError, match=r"into the tensors of the one before.*clone\(\)"):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"into the tensors of the batch before.*clone\(\)"):
         trained(nn.Linear(3, 1), Reusing(), target_batch)
 
 
