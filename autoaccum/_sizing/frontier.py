@@ -28,8 +28,10 @@ _BELIEVED = ((2, 1.0), (4, 0.95), (16, 0.7))
 # The same where no samples of these widths were measured, but others.
 _OF_OTHERS = 0.95
 # Fractions of a size that failed although it was predicted to fit: predictions are nearly right, unless memory is
-# scarce. After as many failures, what fitted is enough.
+# scarce. After as many failures, what fitted is enough if it is so close to what failed. Else the middle is tried once
+# more: from some size on, kernels may take memory that no smaller one has shown.
 _AFTER_FAILURES = (0.97, 0.75, 0.5)
+_CLOSE = 0.7
 # The fraction of the largest fitting size above which other sizes are too close to determine the line.
 _WELL_BELOW = 0.75
 # Points are kept as far as none says the same of a larger or smaller one, and not more of them.
@@ -174,6 +176,11 @@ class Frontier:
         """Return the fewest samples of these widths that are known not to fit; None if none are."""
         return min((one.samples for one in self.fails if are_within(one.widths, widths)), default=None)
 
+    def is_enough(self, widths: Widths) -> bool:
+        """Whether the search for more samples of these widths has failed often enough for what it can still gain."""
+        is_close = self.surely(widths) >= _CLOSE * (self.too_many(widths) or 0)
+        return self.failures >= len(_AFTER_FAILURES) + (not is_close)
+
     def sizes(self, widths: Widths) -> list[int]:
         """Return of how many samples of these widths the memory was measured, in order."""
         return sorted(self._of_widths.get(widths, ()))
@@ -211,9 +218,10 @@ class Frontier:
         elif size is None:
             size = min(first, failed // 4)  # nothing has fitted yet
         elif size >= failed:
-            is_last = self.failures > len(_AFTER_FAILURES)
-            if is_last and sure:
+            if sure and self.is_enough(widths):
                 size = sure
+            elif sure and self.failures >= len(_AFTER_FAILURES):
+                size = (sure + failed) // 2
             elif _BELIEVED[1][0] * max(self.sizes(widths), default=failed) < failed:
                 size = math.isqrt(self.sizes(widths)[-1] * failed)  # memory does not follow the line so far
             else:

@@ -262,7 +262,7 @@ class Search:
             for group, size in wanted
         )
         are_enough = self.failed_trials >= _MOST_FAILURES and all(
-            self.frontier.surely(group.widths) > 0 for group, _ in wanted
+            self.frontier.surely(group.widths) > 0 and self.frontier.is_enough(group.widths) for group, _ in wanted
         )
         self.is_done = self._windows > 1 and (is_proven or are_enough or self._windows >= _MOST_WINDOWS)
 

@@ -103,12 +103,13 @@ def test_small_convolutional_net_trains_under_small_limits_and_uses_them(limit_m
 @pytest.mark.slow  # processes whose memory really runs out
 @pytest.mark.parametrize("how", ["fit", "find"])
 def test_search_under_a_limit_of_the_process_fails_seldom_and_finds_most_of_what_a_fresh_process_has_room_for(how):
-    # How much buffers of native code keep for each size that was tried depends on the CPU: with AVX-512, most.
+    # With AVX-512, MKL takes 45 MiB from some size on that no smaller one shows, and keeps some for each size.
     found = under_a_limit_of_the_process(how, 400, mib=100)
 
-    assert found["failures"] <= 5, found
+    assert found["failures"] <= (4 if how == "fit" else 5), found
     too_many = found["size"] + 1 if how == "find" else -(-400 // (found["steps"] - 1))
-    assert under_a_limit_of_the_process("by hand", 2 * too_many, mib=100) is False
+    enough = 0.8 if how == "fit" else 0.9
+    assert under_a_limit_of_the_process("by hand", int(too_many / enough) + 1, mib=100) is False
 
 
 def under_a_limit_of_the_process(how, size, *, mib):
