@@ -54,6 +54,15 @@ def texts(samples=SAMPLES, seed=0, nothing_counts_below=0):
     return list(zip(inputs, targets, strict=True))
 
 
+def texts_of_one_length(samples, but):
+    """`texts` in which everything counts but in one sample, of which one target does."""
+    found = texts(samples)
+    for number, (_, targets) in enumerate(found):
+        targets.clamp_(min=0)
+        targets[1:] = targets[1:] if number != but else -100
+    return found
+
+
 def net(seed=0, *, norm=False, dropout=0.0):
     torch.manual_seed(seed)
     layers = [nn.Linear(WIDTH, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)]
@@ -66,6 +75,16 @@ def of_tokens(outputs, targets):
 
 def of_tokens_if_any(outputs, targets):
     return of_tokens(outputs, targets) if (targets != -100).any() else 0.0 * outputs.sum()
+
+
+def two_means(outputs, targets):
+    count = (targets != -100).sum().clamp(min=1)
+    tokens = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / count
+    return {"size": outputs.pow(2).mean(), "tokens": tokens}
+
+
+def tokens_if_all_count(outputs, targets):
+    return of_tokens(outputs, targets) if (targets != -100).all() else outputs.pow(2).sum()
 
 
 def pair(outputs, targets):
@@ -97,6 +116,7 @@ LOSSES = {
     "class weights": (vectors, nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=torch.float64))),
     "tokens, found out": (texts, of_tokens),
     "tokens, if any": (texts, of_tokens_if_any),
+    "two means": (texts, two_means),
     "pair": (texts, pair),
     "several": (texts, several),
     "list": (vectors, [one_of_list, other_of_list]),
@@ -104,7 +124,7 @@ LOSSES = {
 
 
 def train(rank, size, *, data=None, loss="mean", wrap=False, model=None, make_loader=None, **arguments):
-    made, function = LOSSES[loss]
+    made, function = LOSSES[loss] if isinstance(loss, str) else (texts, loss)
     model = model or net(seed=rank)  # ranks begin with other weights, and are to take those of rank 0
     samples = made() if data is None else data
     if wrap:

@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     samples: int
     weight: float | None
-    known: Any
+    known: bytes
     flags: bytes
     requests: int
     failed: tuple[tuple[int, Widths], ...]
@@ -123,7 +123,7 @@ class RankPeers(Peers):
         self._values = self._norm
         self.totals: dict[Slot, float] | None = None
         self._pairs: dict[str, float] | None = None
-        self._known_before = b""
+        self._weighed_by: Any = None  # what was known of the losses when parts were weighed
         self._begun: Window | None = None
         self._windows = 0
         self._is_awaited = False  # whether the others would wait for this rank if it began its part again
@@ -165,8 +165,7 @@ class RankPeers(Peers):
         if self._begun is window.origin:
             return self.totals  # a second attempt of this rank alone
         self._prepare(window)
-        self._known_before = self._known()
-        self.totals = self._totals_of(window)
+        self._weigh(window)
         self._begun = window.origin
         return self.totals
 
@@ -229,12 +228,10 @@ class RankPeers(Peers):
             InvalidInputError: Ranks know different things of the losses. Raised on every rank.
             RankFailedError: Another rank cannot continue.
         """
-        weights = self._step.objective.weights
-        known, shares = self._known(given.slots), weights.weighting is Weighting.OWN_DIVISORS
+        weights, known = self._step.objective.weights, self._known(given.slots)
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
-        is_stale = shares != (self.totals is not None) or (shares and known != self._known_before)
-        self._exchange_parts(given, known, is_stale=is_stale)
+        self._exchange_parts(given, known)
         for part, is_like in zip(self.parts, self._are_like, strict=True):
             if part.failed and is_like:  # else every rank would find it out by failing, and the others wait each time
                 work.adopt(part.failed)
@@ -243,14 +240,24 @@ class RankPeers(Peers):
         said = self.ranks.exchange("losses", (weights.knowledge, self._slots))
         self._slots = sorted({slot for _, slots in said for slot in slots})
         weights.adopt([knowledge for knowledge, _ in said])
-        self._known_before = self._known()
-        self.totals = self._totals_of(self._window)
+        self._weigh(self._window)
         work.start_over(self.totals)
         return False
 
-    def _exchange_parts(
-        self, given: PartResult, known: Any, *, is_stale: bool = False, larger: int | None = None
-    ) -> None:
+    def _weigh(self, window: Window) -> None:
+        self._weighed_by, self.totals = self._step.objective.weights.in_short(), self._totals_of(window)
+
+    def _is_stale(self) -> bool:
+        """Whether the weights that parts were given beforehand do not hold by what is known of the losses now."""
+        weights = self._step.objective.weights
+        shares = weights.weighting is Weighting.OWN_DIVISORS
+        return shares != (self.totals is not None) or (shares and weights.in_short() != self._weighed_by)
+
+    def _larger_size(self) -> int | None:
+        """Return the micro-batch size that this rank requests from the next window on, if ranks agree on sizes."""
+        return None
+
+    def _exchange_parts(self, given: PartResult, known: bytes) -> None:
         """Exchange the messages about parts."""
         if self._window.samples:
             self._sizing.wait()
@@ -263,8 +270,8 @@ class RankPeers(Peers):
             requests=self._requests(),
             failed=tuple(self._sizing.failed),
             variance=None if given.spread is None else given.spread.variance,
-            is_stale=is_stale,
-            larger=larger,
+            is_stale=self._is_stale() or given.doubt is not None,
+            larger=self._larger_size() if self._window.samples else None,
         )
         self._sizing.failed.clear()
         self.parts = self.ranks.exchange("window", mine)

@@ -21,8 +21,8 @@ from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, samp
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
+from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
-from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError, StartAgainError
@@ -88,19 +88,17 @@ class ShardedRankPeers(RankPeers):
             self._held_bytes = memory.peak_bytes()
 
     def agree(self, given: PartResult, work: Work) -> bool:
-        """Make the passes that others still have to make, and confirm that all have finished."""
+        """Make the passes that others still have to make, and confirm that all have finished, as `RankPeers` does."""
         for _ in range(self._passes - len(work.at.sizes)):
             self._pass_with_nothing()
-        self._slots = [*{*self._slots, *given.slots}]
-        larger = self._larger_size() if self._window.samples else None
-        self._exchange_parts(given, self._slots, larger=larger)
+        if given.doubt is not None and not given.doubt.is_known:
+            raise given.doubt.error
+        is_agreed = super().agree(given, work)
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
-        self._slots = sorted({slot for part in self.parts for slot in part.known})  # without samples, a rank knows none
-        return True
+        return is_agreed
 
     def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
         """Sum losses and buffers; gradients have already been reduced, pass by pass."""
-        self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         correction = self._correction()
         self._exchange_sums(given, outcome, result, [], correction / self.ranks.size)
         if correction != 1.0:
@@ -228,6 +226,10 @@ class ShardedRankPeers(RankPeers):
         if totals[OF_SAMPLES] and self._step.objective.weights.lack(totals):
             raise nothing_counts()
         return totals
+
+    def _is_stale(self) -> bool:
+        weights = self._step.objective.weights
+        return weights.weighting is Weighting.OWN_DIVISORS and weights.in_short() != self._weighed_by
 
     def _correction(self) -> float:
         """Return the factor for gradients and losses, which have been divided by the number of samples."""

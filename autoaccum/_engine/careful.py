@@ -100,8 +100,9 @@ class CarefulPath:
             if sizing.is_learning:
                 del factors[before + len(sizes) :]
         at.size = None
-        given.weight, given.provisional = self._weight(given, window, totals)
-        given.spread = self._spread(first_norm, window, at.sizes, factors, given)
+        if given.doubt is None:
+            given.weight, given.provisional = self._weight(given, window, totals)
+            given.spread = self._spread(first_norm, window, at.sizes, factors, given)
         return given
 
     # --- micro-batches ------------------------------------------------------------------------------------------------

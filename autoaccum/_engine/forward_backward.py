@@ -23,6 +23,7 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
 from autoaccum._loss.graph_reader import leaves_of
 from autoaccum._loss.loss_check import MOST_SAMPLES
+from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._loss.objective import no_gradient
 from autoaccum.errors import InvalidInputError
 
@@ -176,7 +177,7 @@ class GradientStep:
                     seen = seen.nan_to_num()
                 into.losses.setdefault(term.name, LossSum([])).add(seen)
                 weighted.append(value)
-        if has_reported:
+        if has_reported and into.doubt is None:
             reported.note(terms, samples, factors, self.objective.weights, into.reported)
         if not weighted:
             return
@@ -196,7 +197,14 @@ class GradientStep:
 
     def _weighted(self, term: Term, samples: int, factors: Factors, into: PartResult) -> Tensor | None:
         """Return what a term adds to the window's loss; None if nothing in it counts."""
-        value = self.objective.weights.weigh(term, samples, factors)
+        try:
+            value = self.objective.weights.weigh(term, samples, factors)
+        except NotCheckedError as error:
+            if self.passes is None:
+                raise
+            if into.doubt is None or into.doubt.is_known:
+                into.doubt = error.with_traceback(None)  # which would keep the graph
+            return without_gradient(term.value)
         if term.weight is not None:
             if factors.alone:
                 check_weight(term.name, term.weight)
@@ -204,7 +212,7 @@ class GradientStep:
                 into.weights.setdefault(term.name, []).append(term.weight)
         if value is None:
             if self.passes is not None:  # others wait for the backward pass
-                return term.value.nan_to_num() * 0.0
+                return without_gradient(term.value)
             into.losses.setdefault(term.name, LossSum([])).add(term.value.new_zeros(()))
             into.reached += leaves_of(term.value)
         return value
@@ -242,6 +250,11 @@ class TrainingStep(GradientStep):
         """Step with another optimizer from now on."""
         self.optimizer_steps.use(optimizer)
         self.optimizer = optimizer
+
+
+def without_gradient(loss: Tensor) -> Tensor:
+    """Return 0, whose backward pass reaches everything that the loss's does, and adds nothing to it."""
+    return loss.nan_to_num() * 0.0
 
 
 def check_weight(name: str, weight: float | Tensor) -> None:

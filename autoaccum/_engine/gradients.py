@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._engine.noise_scale import Spread
+    from autoaccum._loss.loss_weights import NotCheckedError
     from autoaccum._loss.reported import Slot
 
     Losses = Mapping[str, "LossSum"]
@@ -72,6 +73,8 @@ class PartResult:
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
         reached: What the gradient of losses in which nothing counts, and that had no backward pass, would have reached.
+        doubt: What a loss has shown that no check had, where processes have to end passes together before they hear it:
+            these results do not count.
     """
 
     samples: int = 0
@@ -83,6 +86,7 @@ class PartResult:
     spread: Spread | None = None
     outputs: list[Any] = field(default_factory=list)
     reached: list[Tensor] = field(default_factory=list)
+    doubt: NotCheckedError | None = None
 
     def give_zeros(self) -> None:
         """Give zeros to `reached` without a gradient: optimizers leave out parameters that have none."""

@@ -82,6 +82,48 @@ def test_window_in_which_nothing_counts_on_any_rank_goes_by_where_its_loss_exist
     assert_trained_as(found, expected)
 
 
+@pytest.mark.parametrize("job", ["rank_training:train", "sharded_training:train"])
+@pytest.mark.filterwarnings("ignore::autoaccum.errors.LossWarning")  # at most 1 is no count
+def test_one_of_two_losses_in_which_nothing_counts_on_any_rank_goes_by(crew, job):
+    data = rank_training.texts(16) + rank_training.texts(16, nothing_counts_below=16) + rank_training.texts(16, seed=1)
+    asked = {"loss": "two means", "data": data, "target_batch": 16}
+    expected = alone(**asked, micro_batch=16)
+
+    found = crew.run(job, size=2, **asked, micro_batch=2, shard=True)
+
+    assert_trained_as(found, expected)
+
+
+def test_what_is_counted_is_heard_of_by_ranks_whose_samples_do_not_show_it(crew):
+    data = rank_training.texts_of_one_length(48, but=31)
+    expected = alone(loss="two means", data=data, target_batch=16, micro_batch=16)
+
+    found = crew.run(
+        "sharded_training:train", size=2, loss="two means", data=data, target_batch=16, micro_batch=2, shard=True
+    )
+
+    assert_trained_as(found, expected)
+    for one in found:
+        assert one["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+
+
+def test_loss_that_is_another_function_on_one_rank_ends_all(crew):
+    data = rank_training.texts_of_one_length(48, but=31)
+
+    answers = crew.answers(
+        "sharded_training:train",
+        size=2,
+        loss=rank_training.tokens_if_all_count,
+        data=data,
+        target_batch=16,
+        micro_batch=2,
+        shard=True,
+    )
+
+    assert {type(answer) for answer in answers} == {autoaccum.InvalidInputError, autoaccum.RankFailedError}
+    assert all("return the same form in every micro-batch" in str(answer) for answer in answers)
+
+
 def test_running_statistics_and_clipping_are_those_of_whole_models_on_the_same_ranks(crew):
     asked = {"target_batch": 16, "micro_batch": 4, "shard": True, "clip_grad_norm": 0.1, "epochs": 2, "norm": True}
     asked["data"] = rank_training.vectors(48)
