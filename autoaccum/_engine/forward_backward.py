@@ -21,7 +21,7 @@ from autoaccum._engine.optimizer_step import OptimizerSteps
 from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
-from autoaccum._loss.graph_reader import leaves_of
+from autoaccum._loss.graph_reader import leaves_of, without_gradient
 from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._loss.objective import no_gradient
@@ -199,11 +199,12 @@ class GradientStep:
         """Return what a term adds to the window's loss; None if nothing in it counts."""
         try:
             value = self.objective.weights.weigh(term, samples, factors)
-        except NotCheckedError as error:
+        except (NotCheckedError, InvalidInputError) as error:
             if self.passes is None:
                 raise
             if into.doubt is None or into.doubt.is_known:
-                into.doubt = error.with_traceback(None)  # which would keep the graph
+                error = error.with_traceback(None)  # which would keep the graph
+                into.doubt = error if isinstance(error, NotCheckedError) else NotCheckedError(error)
             return without_gradient(term.value)
         if term.weight is not None:
             if factors.alone:
@@ -250,11 +251,6 @@ class TrainingStep(GradientStep):
         """Step with another optimizer from now on."""
         self.optimizer_steps.use(optimizer)
         self.optimizer = optimizer
-
-
-def without_gradient(loss: Tensor) -> Tensor:
-    """Return 0, whose backward pass reaches everything that the loss's does, and adds nothing to it."""
-    return loss.nan_to_num() * 0.0
 
 
 def check_weight(name: str, weight: float | Tensor) -> None:

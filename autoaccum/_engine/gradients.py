@@ -73,8 +73,8 @@ class PartResult:
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
         reached: What the gradient of losses in which nothing counts, and that had no backward pass, would have reached.
-        doubt: What a loss has shown that no check had, where processes have to end passes together before they hear it:
-            these results do not count.
+        doubt: Why a loss cannot be weighted as planned, where processes have to end passes together before they hear
+            it: these results do not count.
     """
 
     samples: int = 0
