@@ -21,6 +21,7 @@ from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, samp
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
+from autoaccum._loss.loss_check import choices
 from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
 from autoaccum._oom import first_line, is_oom
@@ -204,7 +205,10 @@ class ShardedRankPeers(RankPeers):
                 )
             return
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
-        asked = asked.part(0, max(_LEAST, self._sizing.plan.micro_batch))  # no more than a pass of the training
+        # No more than a pass of the training, and the same on all ranks, whose parts may differ in size.
+        passes = self.ranks.exchange("size", self._sizing.plan.micro_batch if window.samples else None)
+        most = max(_LEAST, min(size for size in passes if size is not None))
+        asked, _ = next(choices(asked, most, most), (asked.part(0, most), 0))
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=False):

@@ -442,7 +442,7 @@ class Engine:
         Args:
             totals: What is known of the weights of all parts.
         """
-        self._totals = totals
+        self._totals, self._is_steady = totals, False  # by what others know, losses may be weighed otherwise
         self._restore()
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:

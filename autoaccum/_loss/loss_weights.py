@@ -108,6 +108,7 @@ class LossWeights(LossForms):
         self._adds_up = False  # whether the split's weight was seen to
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._seen: set[tuple[Any, ...]] = set()  # how each loss was put together in the graphs of checked windows
+        self._unseen: set[str] = set()  # losses in which nothing counted yet in this process's parts of these windows
         self._asked_of: list[list[TermForm]] = []  # means of which evaluations have asked for another check
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._added: dict[str, list[Any]] = {}  # what each sum was divided by in the first micro-batch of this window
@@ -180,7 +181,9 @@ class LossWeights(LossForms):
                 for factor, counts in zip(factors, counted, strict=True):
                     factor.weight = counts[min(counts)]
         if weighting is Weighting.OWN_DIVISORS:
-            self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
+            # Ranks exchange totals anew if they have learnt only now that these are needed.
+            is_whole = totals is not None or not is_part
+            self._weigh_each_term(factors, window, sizes, totals or self.totals(window), is_whole=is_whole)
         return factors
 
     def _weighs_by_split(self) -> bool:
@@ -210,7 +213,13 @@ class LossWeights(LossForms):
             factor.usual = weight / total
 
     def _weigh_each_term(
-        self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], totals: Mapping[Slot, float]
+        self,
+        factors: Sequence[Factors],
+        window: Window,
+        sizes: Sequence[int],
+        totals: Mapping[Slot, float],
+        *,
+        is_whole: bool,
     ) -> None:
         for name, forms in self.forms.items():
             if forms[0].form in (Form.PAIR, Form.VECTOR):
@@ -219,10 +228,10 @@ class LossWeights(LossForms):
                 if form.form is Form.MEAN:
                     count = min(form.counts)
                     counted, total = _counts(window, sizes, form), totals[name, number]
-                    if not total and not form.may_be_clamped:
+                    if not total and is_whole and not form.may_be_clamped:
                         raise nothing_counts(f"nothing counts ({in_words(count)})", len(sizes))
                     own = [one[count] / (total or 1.0) for one in counted]
-                    for one in () if total else factors:
+                    for one in () if total or not is_whole else factors:
                         one.empty.add(name)
                     for one, counts in zip(factors, counted, strict=True):
                         one.expected[name, number] = {of: counts[of] * each for of, each in form.counts.items()}
@@ -469,7 +478,8 @@ class LossWeights(LossForms):
         numbers: list[float] = []
         if window is not None and window.is_on(_HOST):
             numbers = list(_divisors(form, window, start, start + samples).values())
-        if is_one and numbers and not any(numbers) and not float(loss.detach()):
+        may_be_nothing = 0.0 in numbers and not any(_is_same(weight, number) for number in numbers)
+        if is_one and may_be_nothing and not float(loss.detach()):
             return 0.0
         if is_one:
             is_clamped = not numbers or not all(_is_same(weight, number) for number in numbers)
@@ -527,9 +537,12 @@ class LossWeights(LossForms):
             return
         (name, number), taken, forms = slot, min(expected), list(self.forms[slot[0]])
         meant = [count for count, counted in expected.items() if _is_same(term.weight, counted)]
-        if taken not in meant and term.divisor == 1.0 and forms[number].may_be_clamped:
-            self.warn_of_clamp(name)
-            return
+        if term.divisor == 1.0 and forms[number].may_be_clamped:
+            meant += [count for count, counted in expected.items() if not counted]  # it may be max(1, 0)
+            if not meant or not expected[taken]:
+                self.warn_of_clamp(name)
+            if not meant:
+                return
         if meant and len(meant) < len(expected):
             counts = {count: each for count, each in forms[number].counts.items() if count in meant}
             forms[number] = replace(forms[number], counts=counts)
@@ -585,12 +598,15 @@ class LossWeights(LossForms):
         if self.stated is not None:
             return
         if any(isinstance(one.weight, float) and not (one.weight and math.isfinite(one.weight)) for one in found):
+            if self.is_checked_now and not any(name == before[0] for before in self._seen):
+                self._unseen.add(name)
             return  # nothing counts
         built = (name, *((one.is_counted, one.divisor is None, one.end and one.end.name()) for one in found))
         if built not in self._seen:
-            if not self.is_checked_now:
+            if not self.is_checked_now and name not in self._unseen:
                 raise _changed(name, self.forms.get(name), found)
             self._seen.add(built)
+        self._unseen.discard(name)
 
     def refuse_nothing(self, name: str, loss: Tensor) -> None:
         """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting."""
