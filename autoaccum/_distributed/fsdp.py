@@ -74,6 +74,7 @@ class ShardedRankPeers(RankPeers):
         self._held_bytes: int | None = None
         step.passes = self
         step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
+        step.objective.weights.has_to_pass = True  # for which the others would wait
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""

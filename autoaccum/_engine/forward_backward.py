@@ -21,7 +21,7 @@ from autoaccum._engine.optimizer_step import OptimizerSteps
 from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
-from autoaccum._loss.graph_reader import leaves_of, without_gradient
+from autoaccum._loss.graph_reader import leaves_of
 from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._loss.objective import no_gradient
@@ -205,7 +205,7 @@ class GradientStep:
             if into.doubt is None or into.doubt.is_known:
                 error = error.with_traceback(None)  # which would keep the graph
                 into.doubt = error if isinstance(error, NotCheckedError) else NotCheckedError(error)
-            return without_gradient(term.value)
+            return term.value.nan_to_num() * 0.0
         if term.weight is not None:
             if factors.alone:
                 check_weight(term.name, term.weight)
@@ -213,7 +213,7 @@ class GradientStep:
                 into.weights.setdefault(term.name, []).append(term.weight)
         if value is None:
             if self.passes is not None:  # others wait for the backward pass
-                return without_gradient(term.value)
+                return term.value.nan_to_num() * 0.0
             into.losses.setdefault(term.name, LossSum([])).add(term.value.new_zeros(()))
             into.reached += leaves_of(term.value)
         return value

@@ -341,14 +341,6 @@ def stopped(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 
-def without_gradient(loss: Tensor) -> Tensor:
-    """Return 0, whose backward pass passes all nodes that the loss's does, and adds 0 to gradients."""
-    for term in read(loss):
-        if term.end is not None:
-            term.end.register_prehook(stopped)  # a division by 0 makes NaN of 0
-    return loss.nan_to_num() * 0.0
-
-
 # --- saved numbers ----------------------------------------------------------------------------------------------------
 
 

@@ -98,12 +98,14 @@ class LossWeights(LossForms):
     Attributes:
         window: The window that is being computed, and the first sample of the current micro-batch in it.
         start: See `window`.
+        has_to_pass: Whether a loss in which nothing counts has a backward pass all the same.
     """
 
     def __init__(self, asked: Weighting | None, split: str = "") -> None:
         super().__init__(asked)
         self.window: Window | None = None
         self.start = 0
+        self.has_to_pass = False
         self._split = split
         self._adds_up = False  # whether the split's weight was seen to
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
@@ -462,7 +464,14 @@ class LossWeights(LossForms):
         """Note whether a loss in which nothing counts exists, as one divided by max(1, n) does; return 0."""
         is_there = not isinstance(loss, FakeTensor) and bool(loss.detach().isfinite())
         self._exists[name] = self._exists.get(name, True) and is_there
+        self._stop(terms)
         return _refuse_lost(name, loss, terms)
+
+    def _stop(self, terms: Sequence[ReadTerm]) -> None:
+        """Let no gradient of a loss pass in which nothing counts: a division by 0 makes NaN of 0."""
+        for term in terms if self.has_to_pass else ():
+            if term.end is not None:
+                term.end.register_prehook(stopped)
 
     def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, of: Window | None) -> float:
         """Return what a loss is divided by: 0 in place of max(1, 0); warn where it is more than what is counted."""
@@ -507,6 +516,8 @@ class LossWeights(LossForms):
             if term.name in factors.empty and bool(term.value.detach().isnan()):
                 raise nothing_counts(f"what loss {term.name!r} is divided by is 0", 1)
         if len(own) == 1:
+            if not own[0]:
+                self._stop(found)
             return term.value * own[0] if own[0] else None
         for one, factor in zip(found, own, strict=True):
             if factor != share:
