@@ -184,8 +184,8 @@ def readme_table(found, timed):
     )
     where = f"On a CPU under memory limits, {len(found)} models ([method](docs/benchmarks.md))."
     notes = (
-        "The trials of `fit` are part of its training, whose peaks may be 3% above a limit. Beyond 103%, training runs "
-        "out of memory."
+        "The trials of `fit` are part of its training, whose peaks may be 3% above a limit. Elsewhere, a size above "
+        "100% runs out of memory."
     )
     if ratios := [row["ratios"]["hand-same"]["median"] for row in timed if "hand-same" in row["ratios"]]:
         share = f"{min(ratios):.0%} to {max(ratios):.0%}"

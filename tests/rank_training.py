@@ -83,12 +83,6 @@ def two_means(outputs, targets):
     return {"size": outputs.pow(2).mean(), "tokens": tokens}
 
 
-def masked_mean_beside_others(outputs, targets):
-    """Of a sample in which nothing counts the masked mean does not exist: it is 0 / 0."""
-    counts = (targets != -100).to(outputs.dtype)
-    return {"size": outputs.pow(2).mean(), "masked": (outputs.abs().mean(2) * counts).sum() / counts.sum()}
-
-
 def two_divisors(outputs, targets):
     return of_tokens(outputs, targets) + outputs.pow(2).mean()
 

@@ -94,19 +94,6 @@ def test_one_of_two_losses_in_which_nothing_counts_on_any_rank_goes_by(crew, job
     assert_trained_as(found, expected)
 
 
-def test_what_is_counted_is_heard_of_by_ranks_whose_samples_do_not_show_it(crew):
-    data = rank_training.texts_of_one_length(48, but=31)
-    expected = alone(loss="two means", data=data, target_batch=16, micro_batch=16)
-
-    found = crew.run(
-        "sharded_training:train", size=2, loss="two means", data=data, target_batch=16, micro_batch=2, shard=True
-    )
-
-    assert_trained_as(found, expected)
-    for one in found:
-        assert one["losses"] == pytest.approx(expected["losses"], rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
@@ -122,16 +109,6 @@ def test_loss_that_one_rank_refuses_within_a_pass_ends_all_at_once(crew, loss, s
 
     assert {type(answer) for answer in answers} == {autoaccum.InvalidInputError, autoaccum.RankFailedError}
     assert any(said in str(answer) for answer in answers)
-
-
-def test_loss_that_does_not_exist_in_a_micro_batch_adds_nothing_beside_others(crew):
-    asked = {"loss": rank_training.masked_mean_beside_others, "target_batch": 16}
-    asked["data"] = rank_training.texts(16, nothing_counts_below=3) + rank_training.texts(16)
-    expected = alone(**asked, micro_batch=16)
-
-    found = crew.run("sharded_training:train", size=2, **asked, micro_batch=1, shard=True)
-
-    assert_trained_as(found, expected)
 
 
 def test_running_statistics_and_clipping_are_those_of_whole_models_on_the_same_ranks(crew):
