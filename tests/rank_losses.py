@@ -1,6 +1,8 @@
 """Losses of texts in many forms, and texts that show sooner or later, on all ranks or on one, what they count."""
 
+import torch
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import rank_training
 import sharded_training
@@ -67,6 +69,13 @@ LOSSES = {
         lambda model, batch: model(batch[0]).pow(2).mean(),
     ],
 }
+PAIRS = {
+    "tokens": lambda outputs, targets: (_entropy(outputs, targets, reduction="sum"), _counted(targets)),
+    "of one class": lambda outputs, targets: (
+        (outputs.abs().sum(-1) * (targets == 1)).sum(),
+        (targets == 1).sum(),
+    ),
+}
 DATA = {
     "of all lengths": lambda: texts(48),
     "of one length, but for one": lambda: texts_of_one_length(32, but=17) + texts(16, seed=2),
@@ -74,6 +83,36 @@ DATA = {
         texts(16, nothing_counts_below=3) + texts(32, seed=1, nothing_counts_below=5)
     ),
 }
+
+
+def two_pairs(outputs, targets):
+    return {name: pair(outputs, targets) for name, pair in PAIRS.items()}
+
+
+def with_a_class_on_one_rank(rank, size):
+    """Train on two pairs, of which the second counts a class that only the last samples of each window have."""
+    samples = [(inputs, torch.where(targets == 1, 0, targets)) for inputs, targets in texts(32)]
+    for at in range(7, 32, 8):
+        samples[at][1][0] = 1
+    return rank_training.train(
+        rank, size, loss=two_pairs, data=samples, shard=size > 1, target_batch=8, micro_batch=2 if size > 1 else 8
+    )
+
+
+def evaluated(rank, size):
+    """Train on texts of one length, and evaluate with some of other lengths, which one rank has."""
+    loader = DataLoader(texts_of_one_length(20, but=10), batch_size=3)
+    return rank_training.train(
+        rank,
+        size,
+        loss=LOSSES["list"],
+        data=texts_of_one_length(24, but=None),
+        shard=size > 1,
+        target_batch=8,
+        micro_batch=1 if size > 1 else 8,
+        val_loader=loader,
+        val_every=1,
+    )
 
 
 def train(rank, size, *, loss, data, is_sharded=False, **arguments):

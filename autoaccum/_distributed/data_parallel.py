@@ -124,6 +124,7 @@ class RankPeers(Peers):
         self.totals: dict[Slot, float] | None = None
         self._pairs: dict[str, float] | None = None
         self._weighed_by: Any = None  # what was known of the losses when parts were weighed
+        self._shares = False  # whether all ranks know that each divisor has a total; an evaluation may tell one rank
         self._begun: Window | None = None
         self._windows = 0
         self._is_awaited = False  # whether the others would wait for this rank if it began its part again
@@ -240,6 +241,7 @@ class RankPeers(Peers):
         said = self.ranks.exchange("losses", (weights.knowledge, self._slots))
         self._slots = sorted({slot for _, slots in said for slot in slots})
         weights.adopt([knowledge for knowledge, _ in said])
+        self._shares = weights.weighting is Weighting.OWN_DIVISORS
         self._weigh(self._window)
         work.start_over(self.totals)
         return False
@@ -369,7 +371,7 @@ class RankPeers(Peers):
 
     def _totals_of(self, window: Window) -> dict[Slot, float] | None:
         self._pairs = None
-        if self._step.objective.weights.weighting is not Weighting.OWN_DIVISORS:
+        if not self._shares:
             return None
         totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
         if not window.samples and self._step.objective.weights.mixes_pairs:

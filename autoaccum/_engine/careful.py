@@ -184,7 +184,7 @@ class CarefulPath:
             weights = self._pair_weights(window, sizes)
             for name, weight in (weights if totals is None else self.peers.of_pairs(weights)).items():
                 for factor in factors:
-                    factor.pairs[name] = 1.0 / weight
+                    factor.pairs[name] = 1.0 / (weight or 1.0)  # of a part alone, until the ranks have agreed
         return factors
 
     def _pair_weights(self, window: Window, sizes: tuple[int, ...]) -> dict[str, float]:

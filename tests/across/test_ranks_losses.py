@@ -47,3 +47,19 @@ def test_gradient_is_that_of_the_whole_batch_or_the_loss_is_refused(
         failed = [one for one in found if isinstance(one, Exception)]
         assert not failed, failed
         assert_trained_as(found, whole)
+
+
+def test_part_in_which_a_pair_counts_nothing_adds_nothing(crew):
+    whole = rank_losses.with_a_class_on_one_rank(0, 1)
+
+    assert_trained_as(crew.run("rank_losses:with_a_class_on_one_rank", size=2), whole)
+
+
+def test_what_an_evaluation_shows_one_rank_of_a_loss_keeps_nobody_waiting(crew):
+    whole = rank_losses.evaluated(0, 1)
+
+    found = crew.run("rank_losses:evaluated", size=2)
+
+    assert_trained_as(found, whole)
+    for one, other in zip(found[0]["evaluations"], whole["evaluations"], strict=True):
+        assert one[0] == pytest.approx(other[0], rel=1e-9)
