@@ -99,19 +99,22 @@ def with_a_class_on_one_rank(rank, size):
     )
 
 
-def evaluated(rank, size):
-    """Train on texts of one length, and evaluate with some of other lengths, which one rank has."""
-    loader = DataLoader(texts_of_one_length(20, but=10), batch_size=3)
+def evaluated(rank, size, loss, *, micro_batch, val_every, but=None, nothing_counts=slice(0)):
+    """Train and evaluate on texts of which a few show what the loss counts, to the ranks that have them."""
+    samples = texts_of_one_length(32, but)
+    for _, targets in samples[nothing_counts]:
+        targets.fill_(-100)
     return rank_training.train(
         rank,
         size,
-        loss=LOSSES["list"],
-        data=texts_of_one_length(24, but=None),
+        loss=LOSSES[loss],
+        data=samples,
         shard=size > 1,
         target_batch=8,
-        micro_batch=1 if size > 1 else 8,
-        val_loader=loader,
-        val_every=1,
+        micro_batch=micro_batch if size > 1 else 8,
+        epochs=2,
+        val_loader=DataLoader(texts_of_one_length(20, but=10), batch_size=3),
+        val_every=val_every,
     )
 
 

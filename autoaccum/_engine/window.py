@@ -177,7 +177,8 @@ class Engine:
             self._refresh()
         self._choose_sizes(window)
         self._totals = self._peers.begin(window, self.sizing)
-        if self._is_steady and self._peers.samples_to_try is not None:  # on which all ranks try their losses now
+        # All ranks try their losses now, or one that evaluated knows better.
+        if self._is_steady and not (self._peers.samples_to_try is None and self._totals is None):
             self._is_steady = False
             step.objective.begin_window()
 

@@ -258,11 +258,11 @@ class Objective:
     def settings(self) -> tuple[Any, ...]:
         """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
         reduction = None if self._kind is None else getattr(self.loss, "reduction", "mean")
-        return reduction, list(self.weights.forms.values())
+        return reduction, list(self.weights.forms.values()), self.weights.have_diverged
 
     def _read_settings(self) -> None:
         """Read the settings of a loss of torch."""
-        reduction, _ = self.settings()
+        reduction, *_ = self.settings()
         if reduction == self._settings:
             return
         self._settings = reduction
