@@ -85,7 +85,7 @@ class CarefulPath:
             at.sizes = (*at.sizes[:before], *sizes)
             if not factors:
                 self._check_losses(window, at, sizes, is_first=is_first)
-            factors += self._weigh(window, at.sizes, totals)[before:]
+            factors += self._weigh(window, at, totals)[before:]
             if sizing.is_learning and noise is None and step.objective.weights.weighting is not Weighting.OWN_DIVISORS:
                 sizes = sizes[:1]  # its measurement decides the next size
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
@@ -172,27 +172,29 @@ class CarefulPath:
         self._before_trying.forget()
         step.memory.trim()  # the window needs it
 
-    def _weigh(self, window: Window, sizes: tuple[int, ...], totals: Mapping[Slot, float] | None) -> list[Factors]:
+    def _weigh(self, window: Window, at: Progress, totals: Mapping[Slot, float] | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part
-        factors = objective.weights.factors(window, sizes, totals, is_part=is_part)
+        factors = objective.weights.factors(window, at.sizes, totals, is_part=is_part)
         if totals is not None:
             for factor in factors:
                 factor.scale = self.peers.multiplier
-        if (len(sizes) > 1 or is_part) and objective.weights.mixes_pairs:
+        if (len(at.sizes) > 1 or is_part) and objective.weights.mixes_pairs:
             # Gradients of several losses share one .grad and cannot be corrected one by one afterwards, so the weights
             # of (sum, weight) pairs are computed beforehand, in a forward pass without a graph.
-            weights = self._pair_weights(window, sizes)
+            weights = self._pair_weights(window, at)
             for name, weight in (weights if totals is None else self.peers.of_pairs(weights)).items():
                 for factor in factors:
                     factor.pairs[name] = 1.0 / (weight or 1.0)  # of a part alone, until the ranks have agreed
         return factors
 
-    def _pair_weights(self, window: Window, sizes: tuple[int, ...]) -> dict[str, float]:
-        step = self._step
+    def _pair_weights(self, window: Window, at: Progress) -> dict[str, float]:
+        step, starts = self._step, accumulate(at.sizes[:-1], initial=0)
         weights: dict[str, float] = {}
         self._before_trying.take(with_numbers=True)
-        with torch.no_grad(), closing(step.transfer.feed(window, sizes)) as feed:
-            for size in sizes:
+        step.stage.phase = Phase.FORWARD
+        with torch.no_grad(), closing(step.transfer.feed(window, at.sizes)) as feed:
+            for size, start in zip(at.sizes, starts, strict=True):
+                at.size, self._sizing.start = size, start
                 batch = copied(next(feed))
                 for source in step.objective.sources:
                     with step.precision.autocast():
@@ -200,6 +202,7 @@ class CarefulPath:
                     for term in terms:
                         if term.weight is not None and not term.is_reported:
                             weights[term.name] = weights.get(term.name, 0.0) + float(term.weight)
+        at.size = None
         self._before_trying.restore()
         if not self.peers.is_part:
             for name, weight in weights.items():

@@ -5,10 +5,14 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import autoaccum
+import rank_losses
+import rank_training
 from faults import differences, state_of
 from helpers import runner_of
+from sharded_training import Greedy
 
 SAMPLES = 24
 LACK = torch.OutOfMemoryError("CUDA out of memory.")
@@ -307,3 +311,30 @@ def test_memory_that_runs_out_within_cross_entropy_makes_micro_batches_smaller(m
     monkeypatch.setattr(nn.functional, "cross_entropy", lacking)
 
     assert runner.step(window(0)).micro_batches == (6,) * 4
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 6])
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_memory_that_runs_out_where_weights_of_pairs_are_counted_makes_micro_batches_smaller(most, micro_batch):
+    whole = with_pairs(rank_training.net(), micro_batch=12)
+    model = rank_training.net()
+    model.insert(2, Greedy(most))
+
+    found = with_pairs(model, micro_batch=micro_batch)
+
+    assert max(max(report.micro_batches) for report in found.history) <= most
+    assert [report.loss for report in found.history] == pytest.approx([report.loss for report in whole.history])
+
+
+def with_pairs(model, **arguments):
+    """Train with real failures of the allocator; pairs weigh micro-batches by what all of them count."""
+    return autoaccum.fit(
+        model,
+        DataLoader(rank_training.texts(48), batch_size=12),
+        12,
+        loss=rank_losses.two_pairs,
+        optimizer=rank_training.sgd,
+        device="cpu",
+        progress=False,
+        **arguments,
+    )
