@@ -196,24 +196,23 @@ class Recorded(autoaccum.Callback):
     windows: list = field(default_factory=list)
     losses: list = field(default_factory=list)  # what the reports say
     skipped: list = field(default_factory=list)  # whether the scaler skipped each update
-    fails_at: int = 0  # A pass, counted from 1, that runs out of memory
+    most: int | None = None  # samples of which any pass runs out of memory where it has more
     failed: int = 0
     passes_each: int = 1  # how often each micro-batch runs for an update
 
     def __post_init__(self):
-        self.passes, self.count = [], 0
+        self.passes = []
 
     def watch(self, model):
         model.register_forward_pre_hook(self._note)
 
     def _note(self, model, inputs):
+        if self.most is not None and len(inputs[0]) > self.most:
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
         drops = [module.training for module in model.modules() if isinstance(module, nn.Dropout)]
         if not (model.training and torch.is_grad_enabled() and all(drops)):
             return
-        self.count += 1
-        if self.count == self.fails_at:
-            self.failed += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
         self.passes.append((inputs[0].clone(), torch.get_rng_state()))
 
     def on_oom(self, event, *, step):
@@ -276,7 +275,7 @@ class Outcome:
 
 def trained(name, features, folder):
     """Train as `fit` does, on this process or as one of several ranks."""
-    recorded = Recorded(fails_at=8 if "out of memory" in features else 0, passes_each=len(losses_of(features)))
+    recorded = Recorded(most=3 if "out of memory" in features else None, passes_each=len(losses_of(features)))
     loader = torch.utils.data.DataLoader(data(name, features), batch_size=BATCH)
     calls = (2, None) if "resume" in features else (None,)
     result = None
