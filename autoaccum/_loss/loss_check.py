@@ -358,6 +358,7 @@ class _Compared:
                 found[count] = each
         return TermForm(
             Form.MEAN,
+            is_counted=all(term.is_counted for term in self._terms),
             per_sample=abs(weights[0]) / self._runs[0].samples,
             shares=tuple(one / weights[0] for one in weights[1:]),
             counts=found,

@@ -448,6 +448,7 @@ class LossWeights(LossForms):
             _wait(found)
         if of is None and not self.is_trusted:
             self._note_or_compare(name, found)
+            self._refuse_uncounted(name, found, samples)
         if len(forms) > 1:
             own, unit = forms[0].per_sample or 1.0, first.weight
             for one, form in zip(found[1:], forms[1:], strict=True):
@@ -618,6 +619,20 @@ class LossWeights(LossForms):
                 raise _changed(name, self.forms.get(name), found)
             self._seen.add(built)
         self._unseen.discard(name)
+
+    def _refuse_uncounted(self, name: str, found: Sequence[ReadTerm], samples: int) -> None:
+        """Reject a sum in place of a mean, unless its samples count as 1.
+
+        Raises:
+            NotCheckedError: The loss is a sum here, and was a mean when it was checked.
+        """
+        forms = self.forms[name]
+        for one, form in zip(found, forms, strict=False):
+            if one.is_counted or not form.is_counted or not isinstance(one.weight, float) or math.isinf(one.weight):
+                continue
+            counted = {} if self.window is None else _divisors(form, self.window, self.start, self.start + samples)
+            if not any(_is_same(one.weight, number) for number in counted.values()):
+                raise _changed(name, forms, found)
 
     def refuse_nothing(self, name: str, loss: Tensor) -> None:
         """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting."""

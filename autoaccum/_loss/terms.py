@@ -39,6 +39,7 @@ class TermForm:
     Attributes:
         form: The form; constants and what is not confirmed are weighted by samples.
         is_read: Whether the graph says what it is divided by.
+        is_counted: Whether each graph of a check had a count or a divisor, so that one without is another function.
         per_sample: What it is divided by, for each sample; None if that is not known.
         shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
         counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
@@ -52,6 +53,7 @@ class TermForm:
 
     form: Form
     is_read: bool = True
+    is_counted: bool = False
     per_sample: float | None = None
     shares: tuple[float, ...] = ()
     counts: Mapping[Count, float] = field(default_factory=dict)

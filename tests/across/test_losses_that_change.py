@@ -206,3 +206,45 @@ def test_loss_that_takes_only_even_numbers_of_samples_is_checked_on_such_parts()
     result = autoaccum.fit(nn.Linear(3, 1), [(torch.randn(24, 3), labels)] * 2, 24, **options)
 
     assert result.steps == 2
+
+
+def of_another_function(outputs, targets):
+    """A sum where a rare target occurs, and a mean elsewhere."""
+    errors = (outputs - targets) ** 2
+    return errors.sum() if (targets > 2).any() else errors.sum() / len(outputs)
+
+
+def sum_of_one(outputs, targets):
+    """A mean that is not divided where there is one sample."""
+    errors = ((outputs - targets) ** 2).sum()
+    return errors if len(outputs) == 1 else errors / len(outputs)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 3])
+def test_loss_that_is_a_sum_in_some_micro_batches_is_refused(micro_batch):
+    for place in range(24):
+        with pytest.raises(autoaccum.InvalidInputError, match="loss 'loss'"):
+            weight_after(of_another_function, micro_batch, rare=place)
+
+
+def test_mean_of_one_sample_that_is_not_divided_is_a_mean():
+    assert torch.allclose(weight_after(sum_of_one, 5), weight_after(sum_of_one, 24), rtol=1e-12)
+
+
+def weight_after(loss, micro_batch, rare=None):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(24, 3, dtype=torch.float64), torch.rand(24, 1, dtype=torch.float64)
+    if rare is not None:
+        targets[rare] = 3.0
+    model = model_with(1)
+    autoaccum.fit(
+        model,
+        [(inputs, targets)],
+        24,
+        loss=loss,
+        micro_batch=micro_batch,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        device="cpu",
+        progress=False,
+    )
+    return model.weight.detach().clone()
