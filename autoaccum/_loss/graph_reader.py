@@ -48,6 +48,7 @@ class ReadTerm:
             could not be read.
         divisor: The last divisor that the graph holds, None if there is none: where it is 0, the gradient is NaN.
         is_counted: Whether its weight comes from a count or a divisor.
+        is_mean: Whether an operator of the graph takes a mean, so that its weight is no divisor alone.
         end: The node whose result is summed, as far as its elements have one factor.
         is_nonlinear: Whether it could not be read because a number is no multiple of what it is computed from.
     """
@@ -56,12 +57,13 @@ class ReadTerm:
     weight: Any
     divisor: float | Tensor | None = None
     is_counted: bool = False
+    is_mean: bool = False
     end: Any = None
     is_nonlinear: bool = False
 
     def at(self, node: Any, weight: Any) -> ReadTerm:
         """Return the same for another node and weight."""
-        return ReadTerm(node, weight, self.divisor, self.is_counted)
+        return ReadTerm(node, weight, self.divisor, self.is_counted, self.is_mean)
 
     def ends(self, node: Any) -> list[ReadTerm]:
         """Return this term alone, which is a sum over what a node gives."""
@@ -235,7 +237,7 @@ def _summed(node: Any, term: ReadTerm) -> list[ReadTerm]:
     """Read a sum or a mean over all elements, or over dimensions that have all of them."""
     inner, number, _ = _only_input(node)
     if node.name().startswith("Mean"):
-        term.weight, term.is_counted = term.weight * math.prod(_shape(inner, number)), True
+        term.weight, term.is_counted, term.is_mean = term.weight * math.prod(_shape(inner, number)), True, True
     return _read_elements(inner, number, term)
 
 
@@ -255,7 +257,7 @@ def _reduced(node: Any, term: ReadTerm) -> list[ReadTerm]:
             count = _total_weight(node)
         else:
             count = math.prod(shape[:-1] if kind.startswith("Multi") else shape)
-        term.weight, term.is_counted = term.weight * count, True
+        term.weight, term.is_counted, term.is_mean = term.weight * count, True, True
     return term.ends(node)
 
 

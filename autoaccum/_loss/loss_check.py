@@ -303,7 +303,7 @@ class _Compared:
             return self._unread()
         weight, near = weights[0], _SAME_WEIGHT * abs(weights[0])
         if all(_close(one, weight, near) for one in weights) and self._is_sum():
-            return _sum_of(self._terms[0], self._runs[0])
+            return _sum_of(self._terms[0], self._runs[0].numbers)
         return TermForm(Form.UNCONFIRMED)
 
     def _is_sum(self) -> bool:
@@ -475,7 +475,7 @@ class TrialLosses:
             if any(term.weight == 0.0 for term in run.terms) or not run.gradients.any():  # nothing counts in it
                 self._open.add(name)
                 if not run.is_stated:
-                    self._found[name] = self._known(name) or list(map(_of_nothing, run.terms))
+                    self._found[name] = self._known(name) or [_of_nothing(term, run.numbers) for term in run.terms]
             elif math.isfinite(run.value):
                 parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
                 forms = self._forms_of(name, run, parts, lambda: self._runs(source, sample, 0, sample.samples, seed=1))
@@ -524,7 +524,9 @@ class TrialLosses:
         if any(map(_is_divided_by_1, run.terms)):
             self._divided_by_1.add(name)
         return [
-            _of_nothing(term) if term.divisor is None or _is_divided_by_1(term) else _sum_of(term, run)
+            _of_nothing(term, run.numbers)
+            if term.divisor is None or _is_divided_by_1(term)
+            else _sum_of(term, run.numbers)
             for term in run.terms
         ]
 
@@ -562,13 +564,33 @@ class TrialLosses:
             raise no_mean(name, *((one.value, weight) for one, weight in zip(runs, weights, strict=True)))
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
-        """Return the terms of each loss as the graph of a single sample suggests."""
+        """Return the terms of each loss as its graphs suggest of some samples, each by itself."""
         found = dict[str, list[TermForm]]()
+        cuts = [window.cut(row, row + 1) for row in sorted({0, window.samples // 2, window.samples - 1})]
+        counts = [counts_in(cut, 1) for cut in cuts]
         for source in self.passes:
-            for term in self._terms(source, window.cut(0, 1), 1):
-                if term.over is None and not term.is_reported:
-                    found[term.name] = [_by_graph_alone(one) for one in read(term.value)]
+            of_samples = [self._read_alone(source, cut) for cut in cuts]
+            for name, terms in of_samples[0].items():
+                forms = [_by_graph_alone(term, numbers_in(cuts[0])) for term in terms]
+                alike = [own for own in (of_sample.get(name, []) for of_sample in of_samples) if len(own) == len(terms)]
+                by_term = list(zip(*alike, strict=True))
+                if len(alike) == len(cuts) and all(_is_one_number(own, counts) for own in by_term):
+                    forms = [TermForm(Form.SUM, is_guess=True, number=form.number) for form in forms]
+                found[name] = forms
         return {} if self.weights.is_trusted else found
+
+    def _read_alone(self, source: _Pass, cut: Any) -> dict[str, list[ReadTerm]]:
+        """Return the terms of each loss of one sample, without their graphs."""
+        return {
+            term.name: [
+                ReadTerm(
+                    None, None if one.weight is None else float(one.weight), one.divisor, one.is_counted, one.is_mean
+                )
+                for one in read(term.value)
+            ]
+            for term in self._terms(source, cut, 1)
+            if term.over is None and not term.is_reported
+        }
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -652,27 +674,45 @@ def _is_empty(part: Run, whole: Run) -> bool:
     return weights == others and not bool(part.gradients.any()) and bool(whole.gradients.any())
 
 
-def _sum_of(term: ReadTerm, run: Run) -> TermForm:
+def _sum_of(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
     """Return the form of a sum that is divided by the same in all parts, which may be a number of the batch."""
+    return TermForm(Form.SUM, number=_number_of(term, numbers))
+
+
+def _number_of(term: ReadTerm, numbers: Mapping[Path, float]) -> Path | None:
+    """Return where the batch carries what a term is divided by; None if it does not."""
     weight = abs(float(term.weight or 0.0))
     near = _SAME_WEIGHT * weight
     # Without a divisor the 1 is that of a plain sum, and a number of the batch is 1 by accident.
-    is_divided = term.divisor is not None or not _close(weight, 1.0, near)
-    numbers = run.numbers.items() if is_divided else ()
-    return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, weight, near)), None))
+    is_divided = 0 < weight < math.inf and (term.divisor is not None or not _close(weight, 1.0, near))
+    return next((at for at, one in numbers.items() if is_divided and _close(weight, one, near)), None)
 
 
-def _by_graph_alone(term: ReadTerm) -> TermForm:
+def _by_graph_alone(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
     if term.weight is None:
         return TermForm(Form.UNCONFIRMED, is_read=False, is_guess=True)
-    if term.is_counted or not term.weight:
+    number = _number_of(term, numbers)
+    if number is None and (term.is_counted or not term.weight):
         return TermForm(Form.MEAN, per_sample=abs(float(term.weight)), is_guess=True)
-    return TermForm(Form.SUM, is_guess=True)
+    return TermForm(Form.SUM, is_guess=True, number=number)
 
 
-def _of_nothing(term: ReadTerm) -> TermForm:
+def _is_one_number(terms: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> bool:
+    """Whether a term of single samples is divided by one number that is no count of theirs, so that they are added."""
+    if any(term.weight is None or term.divisor is None or term.is_mean or not term.weight for term in terms):
+        return False
+    weights = [abs(float(term.weight)) for term in terms]
+    if len(weights) == 1 or not all(_close(one, weights[0], _SAME_WEIGHT * one) for one in weights):
+        return False
+    near = _SAME_WEIGHT * weights[0]
+    return not any(
+        all(_close(of_sample.get(count, 0.0), weights[0], near) for of_sample in counts) for count in counts[0]
+    )
+
+
+def _of_nothing(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
     """Return what the graph suggests where nothing counts, so that a divisor of 1 is no count."""
-    return TermForm(Form.SUM, is_guess=True) if _is_divided_by_1(term) else _by_graph_alone(term)
+    return TermForm(Form.SUM, is_guess=True) if _is_divided_by_1(term) else _by_graph_alone(term, numbers)
 
 
 def _is_divided_by_1(term: ReadTerm) -> bool:

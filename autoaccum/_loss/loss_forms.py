@@ -195,7 +195,8 @@ class LossForms:
             self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
         for name, forms in found.items():
             self._refuse_or_warn(name, forms)
-        self._owes_warning = bool(found) and not is_checked
+        are_sums_of_batches = all(form.number is not None for forms in found.values() for form in forms)
+        self._owes_warning = not (is_checked or are_sums_of_batches)
         self._refuse_what_is_not_counted()
 
     def warn_if_unchecked(self) -> None:

@@ -1,6 +1,7 @@
 """A loss divided by a number that each of the loader's batches carries is exact in that batch, or refused."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -66,8 +67,10 @@ def tagger():
     return Tagger().double()
 
 
-def assert_whole(model, loss, window, sizes, batch, *, tolerance=1e-12, **options):
+def assert_whole(model, loss, window, sizes, batch, *, tolerance=1e-12, most=None, **options):
     whole = copy.deepcopy(model)
+    if most is not None:
+        model.register_forward_pre_hook(functools.partial(refuse_more_than, most), with_kwargs=True)
     value = whole(**batch).loss if loss is None else loss(whole(batch["input_ids"]), batch)
     value.backward()
     found, report = cut_gradient(model, loss, window, sizes, **options)
@@ -141,6 +144,18 @@ def test_batch_that_is_cut_keeps_its_count(sizes):
     batch = sentences(LENGTHS[0])
 
     assert_whole(tagger(), divided, batch, sizes, batch)
+
+
+def refuse_more_than(most, model, inputs, named):
+    if len([*inputs, *named.values()][0]) > most:
+        raise torch.OutOfMemoryError("told to")
+
+
+@pytest.mark.parametrize("items", [int, torch.as_tensor])
+def test_batch_of_which_one_sample_fits_at_once_keeps_its_count(items):
+    batch = sentences(LENGTHS[0], items=items)
+
+    assert_whole(tagger(), divided, batch, (1, 1, 1, 1), batch, most=1)
 
 
 def test_count_that_a_collator_makes_for_each_micro_batch_is_that_of_the_micro_batch():

@@ -55,6 +55,24 @@ def test_parameters_and_log_are_those_of_whole_batches(tmp_path, name):
     assert_same(ours, trained(Trainer, tmp_path, name, eval_strategy="epoch", num_train_epochs=2))
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt2", {}), ("llama", {}), ("vit", {}), ("vit", {"label_smoothing_factor": 0.1})]
+)
+def test_batch_of_which_one_sample_fits_at_once_keeps_its_loss(tmp_path, name, options):
+    model = model_of(name)
+    model.register_forward_pre_hook(alone, with_kwargs=True)
+
+    ours = trained(cut(micro_batch="auto"), tmp_path, name, model=model, **options)
+
+    assert_same(ours, trained(Trainer, tmp_path, name, **options))
+
+
+def alone(module, inputs, named):
+    if len(next(iter(named.values()))) > 1:
+        raise torch.OutOfMemoryError("told to")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert", "bert for rows"])
 def test_accumulation_of_smaller_batches_is_one_mean_over_all_of_them(tmp_path, name):
     """Of a model without `num_items_in_batch`, the trainer by itself takes the mean of the batches' means."""
