@@ -349,19 +349,12 @@ class _Compared:
         divisors = [term.divisor for term in self._terms]
         # max(1, n) is never below 1, and a divisor that is always 1 is no count.
         may_be = all(one is not None and float(one) >= 1 for one in divisors) and float(divisors[0] or 0) > 1
-        room = _SAME_WEIGHT * abs(weights[0])
-        found: dict[Count, float] = {}
-        for count, total in self._runs[0].counts.items():
-            each = weights[0] / total if total > 0 else 0.0
-            counted = [run.counts.get(count, 0.0) * each for run in self._runs]
-            if each and all(_close(one, own, room) for one, own in zip(counted, weights, strict=True)):
-                found[count] = each
         return TermForm(
             Form.MEAN,
             is_counted=all(term.is_counted for term in self._terms),
             per_sample=abs(weights[0]) / self._runs[0].samples,
             shares=tuple(one / weights[0] for one in weights[1:]),
-            counts=found,
+            counts=_proportional(weights, [run.counts for run in self._runs]),
             least=min((one for one in weights[1:] if one > 0), default=math.inf),
             may_be_clamped=may_be or is_clamped,
             is_clamped=is_clamped,
@@ -393,6 +386,18 @@ class _Compared:
             return unknown
         per_sample, counts = whole.counts[first] / whole.samples, dict.fromkeys(fitting, 1.0)
         return TermForm(Form.MEAN, is_read=False, per_sample=per_sample, shares=of_first, counts=counts)
+
+
+def _proportional(weights: Sequence[float], counts: Sequence[Mapping[Count, float]]) -> dict[Count, float]:
+    """Return the counts of runs that are proportional to what a term is divided by, and what it is for each."""
+    room = _SAME_WEIGHT * abs(weights[0])
+    found: dict[Count, float] = {}
+    for count, total in counts[0].items():
+        each = weights[0] / total if total > 0 else 0.0
+        counted = [of_run.get(count, 0.0) * each for of_run in counts]
+        if each and all(_close(one, own, room) for one, own in zip(counted, weights, strict=True)):
+            found[count] = each
+    return found
 
 
 def _close(one: float, other: float, room: float) -> bool:
@@ -571,12 +576,10 @@ class TrialLosses:
         for source in self.passes:
             of_samples = [self._read_alone(source, cut) for cut in cuts]
             for name, terms in of_samples[0].items():
-                forms = [_by_graph_alone(term, numbers_in(cuts[0])) for term in terms]
+                found[name] = [_by_graph_alone(term, numbers_in(cuts[0])) for term in terms]
                 alike = [own for own in (of_sample.get(name, []) for of_sample in of_samples) if len(own) == len(terms)]
-                by_term = list(zip(*alike, strict=True))
-                if len(alike) == len(cuts) and all(_is_one_number(own, counts) for own in by_term):
-                    forms = [TermForm(Form.SUM, is_guess=True, number=form.number) for form in forms]
-                found[name] = forms
+                if len(alike) == len(cuts):
+                    found[name] = _by_graphs(found[name], list(zip(*alike, strict=True)), counts)
         return {} if self.weights.is_trusted else found
 
     def _read_alone(self, source: _Pass, cut: Any) -> dict[str, list[ReadTerm]]:
@@ -693,8 +696,23 @@ def _by_graph_alone(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
         return TermForm(Form.UNCONFIRMED, is_read=False, is_guess=True)
     number = _number_of(term, numbers)
     if number is None and (term.is_counted or not term.weight):
-        return TermForm(Form.MEAN, per_sample=abs(float(term.weight)), is_guess=True)
+        may_be_clamped = term.divisor is not None and float(term.divisor) > 1
+        return TermForm(Form.MEAN, per_sample=abs(float(term.weight)), may_be_clamped=may_be_clamped, is_guess=True)
     return TermForm(Form.SUM, is_guess=True, number=number)
+
+
+def _by_graphs(
+    forms: Sequence[TermForm], by_term: Sequence[Sequence[ReadTerm]], counts: Sequence[Mapping[Count, float]]
+) -> list[TermForm]:
+    """Return the terms of a loss as the graphs of several samples suggest, given those of the first one."""
+    if all(_is_one_number(terms, counts) for terms in by_term):
+        return [TermForm(Form.SUM, is_guess=True, number=form.number) for form in forms]
+    found = []
+    for form, terms in zip(forms, by_term, strict=True):
+        weights = [one.weight for one in terms]
+        is_mean = form.form is Form.MEAN and None not in weights
+        found.append(replace(form, counts=_proportional(weights, counts)) if is_mean else form)
+    return found
 
 
 def _is_one_number(terms: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> bool:

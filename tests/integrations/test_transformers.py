@@ -288,6 +288,19 @@ def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_that_is(tmp_
     assert found == pytest.approx(whole, rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+def test_evaluation_of_which_one_sample_fits_at_once_has_the_loss_of_whole_batches(tmp_path, name):
+    args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=8, report_to=[], use_cpu=True, disable_tqdm=True)
+    options = {"args": args, "eval_dataset": rows_of(name, 16), "data_collator": collated}
+    model = model_of(name)
+    whole = Trainer(model, **options).evaluate()["eval_loss"]
+
+    model.register_forward_pre_hook(alone, with_kwargs=True)
+
+    assert cut()(model, **options).evaluate()["eval_loss"] == pytest.approx(whole, rel=1e-6)
+
+
 def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
     ours = trained(cut(), tmp_path, samples=12)
     monkeypatch.setattr(
