@@ -549,7 +549,7 @@ CALLS = {
         autoaccum.Along,
         lambda _: {"dims": 1},
         {"dims": dims},
-        {"dims": [lambda _: -1, lambda _: (0, -1), lambda _: {"a": None}], "weight": [lambda _: of_three]},
+        {"dims": [lambda _: -1, lambda _: (0, -1), lambda _: {"a": None}]},
     ),
     "ListOfSamples": Call(
         autoaccum.ListOfSamples,

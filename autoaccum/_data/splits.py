@@ -35,7 +35,6 @@ class Along:
 
     Args:
         dims: The dimension, from 0, for all tensors, or nested like the batch. Tensors without dimensions are shared.
-        weight: A function of a part of a batch that returns what its mean loss runs over; None if the loss says it.
 
     Batches are joined where their other dimensions agree.
 
@@ -43,16 +42,13 @@ class Along:
         InvalidInputError: A dimension is no number from 0, or None everywhere.
     """
 
-    def __init__(self, dims: Dims, *, weight: Callable[[Any], float] | None = None) -> None:
+    def __init__(self, dims: Dims) -> None:
         found = list(_numbers_in(dims))
         if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in found) or not found:
             raise InvalidInputError(
                 f"Along({shown(dims)}): a dimension is a number from 0, alone or nested like the batch, and None for "
                 "what all samples share; give at least one number"
             )
-        if weight is not None:
-            check_function("weight", weight, "batch")
-            self.weight = weight
         self.dims = dims
 
     def __repr__(self) -> str:
