@@ -124,7 +124,8 @@ class RankPeers(Peers):
         self.totals: dict[Slot, float] | None = None
         self._pairs: dict[str, float] | None = None
         self._weighed_by: Any = None  # what was known of the losses when parts were weighed
-        self._shares = False  # whether all ranks know that each divisor has a total; an evaluation may tell one rank
+        # Whether ranks exchange totals: decided together, since an evaluation may change what one of them knows.
+        self._shares = False
         self._begun: Window | None = None
         self._windows = 0
         self._is_awaited = False  # whether the others would wait for this rank if it began its part again

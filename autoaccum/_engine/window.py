@@ -177,7 +177,7 @@ class Engine:
             self._refresh()
         self._choose_sizes(window)
         self._totals = self._peers.begin(window, self.sizing)
-        # All ranks try their losses now, or one that evaluated knows better.
+        # All ranks try their losses now, or weigh by totals, which the steady path does not.
         if self._is_steady and not (self._peers.samples_to_try is None and self._totals is None):
             self._is_steady = False
             step.objective.begin_window()

@@ -48,7 +48,7 @@ class ReadTerm:
             could not be read.
         divisor: The last divisor that the graph holds, None if there is none: where it is 0, the gradient is NaN.
         is_counted: Whether its weight comes from a count or a divisor.
-        is_mean: Whether an operator of the graph takes a mean, so that its weight is no divisor alone.
+        is_mean: Whether an operator takes a mean, so that its weight is not only what the loss itself divides by.
         end: The node whose result is summed, as far as its elements have one factor.
         is_nonlinear: Whether it could not be read because a number is no multiple of what it is computed from.
     """

@@ -22,7 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
-from autoaccum._loss.batch_counts import LABELS, SUM, counts_in
+from autoaccum._loss.batch_counts import LABELS, SUM, counts_in, counts_of
 from autoaccum._loss.graph_reader import ReadTerm, leaves_of, nodes_of, read, stopped
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
 from autoaccum.errors import InvalidInputError
@@ -480,7 +480,7 @@ class TrialLosses:
             if any(term.weight == 0.0 for term in run.terms) or not run.gradients.any():  # nothing counts in it
                 self._open.add(name)
                 if not run.is_stated:
-                    self._found[name] = self._known(name) or [_of_nothing(term, run.numbers) for term in run.terms]
+                    self._found[name] = self._known(name) or list(map(_of_nothing, run.terms))
             elif math.isfinite(run.value):
                 parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
                 forms = self._forms_of(name, run, parts, lambda: self._runs(source, sample, 0, sample.samples, seed=1))
@@ -529,9 +529,7 @@ class TrialLosses:
         if any(map(_is_divided_by_1, run.terms)):
             self._divided_by_1.add(name)
         return [
-            _of_nothing(term, run.numbers)
-            if term.divisor is None or _is_divided_by_1(term)
-            else _sum_of(term, run.numbers)
+            _of_nothing(term) if term.divisor is None or _is_divided_by_1(term) else _sum_of(term, run.numbers)
             for term in run.terms
         ]
 
@@ -572,14 +570,15 @@ class TrialLosses:
         """Return the terms of each loss as its graphs suggest of some samples, each by itself."""
         found = dict[str, list[TermForm]]()
         cuts = [window.cut(row, row + 1) for row in sorted({0, window.samples // 2, window.samples - 1})]
-        counts = [counts_in(cut, 1) for cut in cuts]
+        alone = _Alone.of(window, cuts)
         for source in self.passes:
             of_samples = [self._read_alone(source, cut) for cut in cuts]
             for name, terms in of_samples[0].items():
-                found[name] = [_by_graph_alone(term, numbers_in(cuts[0])) for term in terms]
                 alike = [own for own in (of_sample.get(name, []) for of_sample in of_samples) if len(own) == len(terms)]
-                if len(alike) == len(cuts):
-                    found[name] = _by_graphs(found[name], list(zip(*alike, strict=True)), counts)
+                is_known = len(alike) == len(cuts) > 1
+                found[name] = (
+                    alone.forms(list(zip(*alike, strict=True))) if is_known else list(map(_by_graph_alone, terms))
+                )
         return {} if self.weights.is_trusted else found
 
     def _read_alone(self, source: _Pass, cut: Any) -> dict[str, list[ReadTerm]]:
@@ -679,58 +678,82 @@ def _is_empty(part: Run, whole: Run) -> bool:
 
 def _sum_of(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
     """Return the form of a sum that is divided by the same in all parts, which may be a number of the batch."""
-    return TermForm(Form.SUM, number=_number_of(term, numbers))
-
-
-def _number_of(term: ReadTerm, numbers: Mapping[Path, float]) -> Path | None:
-    """Return where the batch carries what a term is divided by; None if it does not."""
     weight = abs(float(term.weight or 0.0))
     near = _SAME_WEIGHT * weight
     # Without a divisor the 1 is that of a plain sum, and a number of the batch is 1 by accident.
-    is_divided = 0 < weight < math.inf and (term.divisor is not None or not _close(weight, 1.0, near))
-    return next((at for at, one in numbers.items() if is_divided and _close(weight, one, near)), None)
-
-
-def _by_graph_alone(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
-    if term.weight is None:
-        return TermForm(Form.UNCONFIRMED, is_read=False, is_guess=True)
-    number = _number_of(term, numbers)
-    if number is None and (term.is_counted or not term.weight):
-        may_be_clamped = term.divisor is not None and float(term.divisor) > 1
-        return TermForm(Form.MEAN, per_sample=abs(float(term.weight)), may_be_clamped=may_be_clamped, is_guess=True)
-    return TermForm(Form.SUM, is_guess=True, number=number)
-
-
-def _by_graphs(
-    forms: Sequence[TermForm], by_term: Sequence[Sequence[ReadTerm]], counts: Sequence[Mapping[Count, float]]
-) -> list[TermForm]:
-    """Return the terms of a loss as the graphs of several samples suggest, given those of the first one."""
-    if all(_is_one_number(terms, counts) for terms in by_term):
-        return [TermForm(Form.SUM, is_guess=True, number=form.number) for form in forms]
-    found = []
-    for form, terms in zip(forms, by_term, strict=True):
-        weights = [one.weight for one in terms]
-        is_mean = form.form is Form.MEAN and None not in weights
-        found.append(replace(form, counts=_proportional(weights, counts)) if is_mean else form)
-    return found
-
-
-def _is_one_number(terms: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> bool:
-    """Whether a term of single samples is divided by one number that is no count of theirs, so that they are added."""
-    if any(term.weight is None or term.divisor is None or term.is_mean or not term.weight for term in terms):
-        return False
-    weights = [abs(float(term.weight)) for term in terms]
-    if len(weights) == 1 or not all(_close(one, weights[0], _SAME_WEIGHT * one) for one in weights):
-        return False
-    near = _SAME_WEIGHT * weights[0]
-    return not any(
-        all(_close(of_sample.get(count, 0.0), weights[0], near) for of_sample in counts) for count in counts[0]
+    is_divided = term.divisor is not None or not _close(weight, 1.0, near)
+    return TermForm(
+        Form.SUM, number=next((at for at, one in numbers.items() if is_divided and _close(one, weight, near)), None)
     )
 
 
-def _of_nothing(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
+def _by_graph_alone(term: ReadTerm) -> TermForm:
+    if term.weight is None:
+        return TermForm(Form.UNCONFIRMED, is_read=False, is_guess=True)
+    if term.is_counted or not term.weight:
+        return TermForm(Form.MEAN, per_sample=abs(float(term.weight)), is_guess=True)
+    return TermForm(Form.SUM, is_guess=True)
+
+
+def _of_nothing(term: ReadTerm) -> TermForm:
     """Return what the graph suggests where nothing counts, so that a divisor of 1 is no count."""
-    return TermForm(Form.SUM, is_guess=True) if _is_divided_by_1(term) else _by_graph_alone(term, numbers)
+    return TermForm(Form.SUM, is_guess=True) if _is_divided_by_1(term) else _by_graph_alone(term)
+
+
+@dataclass(slots=True)
+class _Alone:
+    """What single samples of a window, of which no two fit or can be joined, tell of the terms of a loss.
+
+    Attributes:
+        counts: What is counted in each.
+        of_window: What is counted in the whole window, where that takes no memory.
+        numbers: The numbers that the batches of all of them carry alike.
+    """
+
+    counts: Sequence[Mapping[Count, float]]
+    of_window: Mapping[Count, float]
+    numbers: Mapping[Path, float]
+
+    @classmethod
+    def of(cls, window: Window, cuts: Sequence[Any]) -> _Alone:
+        counts = [counts_in(cut, 1) for cut in cuts]
+        if not window.is_nested:
+            return cls(counts, {}, {})  # a split may count what it joins
+        first, *others = map(numbers_in, cuts)
+        numbers = {at: one for at, one in first.items() if all(other.get(at) == one for other in others)}
+        return cls(counts, counts_of(window, 0, window.samples, frozenset(counts[0])), numbers)
+
+    def forms(self, by_term: Sequence[Sequence[ReadTerm]]) -> list[TermForm]:
+        """Return what the graphs of the samples suggest; by terms, what each has of every sample."""
+        if all(map(self._is_constant, by_term)):
+            sums = [replace(_sum_of(terms[0], self.numbers), is_guess=True) for terms in by_term]
+            if any(
+                one.number is not None or self._counts_window(terms[0])
+                for one, terms in zip(sums, by_term, strict=True)
+            ):
+                return sums
+        found = []
+        for terms in by_term:
+            form, weights = _by_graph_alone(terms[0]), [one.weight for one in terms]
+            is_mean = form.form is Form.MEAN and None not in weights
+            found.append(replace(form, counts=_proportional(weights, self.counts)) if is_mean else form)
+        return found
+
+    def _is_constant(self, terms: Sequence[ReadTerm]) -> bool:
+        """Whether the samples' sums are divided by one number, which is no count of theirs."""
+        if any(not one.weight or one.divisor is None or one.is_mean for one in terms):
+            return False
+        weights = [abs(float(one.weight)) for one in terms]
+        near = _SAME_WEIGHT * weights[0]
+        return all(_close(one, weights[0], near) for one in weights) and not any(
+            all(_close(of_sample.get(count, 0.0), weights[0], near) for of_sample in self.counts)
+            for count in self.counts[0]
+        )
+
+    def _counts_window(self, term: ReadTerm) -> bool:
+        """Whether a term is divided by a count of the whole window."""
+        divisor = abs(float(term.divisor or 0.0))
+        return any(_close(one, divisor, _SAME_WEIGHT * divisor) for one in self.of_window.values())
 
 
 def _is_divided_by_1(term: ReadTerm) -> bool:

@@ -188,15 +188,11 @@ class LossForms:
         self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
         self.is_checked_now = is_complete or not self.forms.keys() >= found.keys()
         found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
-        # Samples in which all is divided by the same number tell nothing of those in which it is not.
-        shown = [form for form in self._all_forms() if form.form is Form.MEAN and not form.is_guess]
-        self.have_diverged |= not share_a_divisor(shown)
         for name, forms in found.items():
             self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
         for name, forms in found.items():
             self._refuse_or_warn(name, forms)
-        are_sums_of_batches = all(form.number is not None for forms in found.values() for form in forms)
-        self._owes_warning = not (is_checked or are_sums_of_batches)
+        self._owes_warning = bool(found) and not is_checked
         self._refuse_what_is_not_counted()
 
     def warn_if_unchecked(self) -> None:

@@ -151,6 +151,7 @@ def refuse_more_than(most, model, inputs, named):
         raise torch.OutOfMemoryError("told to")
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
 @pytest.mark.parametrize("items", [int, torch.as_tensor])
 def test_batch_of_which_one_sample_fits_at_once_keeps_its_count(items):
     batch = sentences(LENGTHS[0], items=items)
@@ -158,7 +159,30 @@ def test_batch_of_which_one_sample_fits_at_once_keeps_its_count(items):
     assert_whole(tagger(), divided, batch, (1, 1, 1, 1), batch, most=1)
 
 
-def test_count_that_a_collator_makes_for_each_micro_batch_is_that_of_the_micro_batch():
+def by_token(outputs, batch):
+    return functional.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+
+
+# Divided by the same in each sample, as by a number of the whole batch, and means all the same.
+MEANS = {
+    "a number is the length": (lambda outputs, batch: by_token(outputs, batch).mean(), {"longest": T}),
+    "a number is one sample": (lambda outputs, batch: by_token(outputs, batch).sum() / len(outputs), {"epoch": 1}),
+    "a mask of the loss": (lambda outputs, batch: by_token(outputs, batch)[:, 1:4].sum() / (3 * len(outputs)), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+@pytest.mark.parametrize("kind", MEANS)
+def test_mean_of_which_one_sample_fits_at_once_is_not_taken_for_a_sum(kind):
+    loss, numbers = MEANS[kind]
+    batch = {key: value for key, value in sentences([8, 8, 8, 8]).items() if key != NAME} | numbers
+
+    assert_whole(tagger(), loss, batch, (1, 1, 1, 1), batch, most=1)
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+@pytest.mark.parametrize(("sizes", "most"), [((4, 5, 3), None), ((1,) * 12, 1)])
+def test_count_that_a_collator_makes_for_each_micro_batch_is_that_of_the_micro_batch(sizes, most):
     lengths = [length for batch in LENGTHS for length in batch]
     whole = sentences(lengths)
     samples = [{key: whole[key][row] for key in ("input_ids", "labels")} for row in range(len(lengths))]
@@ -168,7 +192,7 @@ def test_count_that_a_collator_makes_for_each_micro_batch_is_that_of_the_micro_b
         return batch | {NAME: int(batch["labels"].ne(-100).sum())}
 
     window = autoaccum.Window([samples], autoaccum.ListOfSamples(collate))
-    assert_whole(tagger(), divided, window, (4, 5, 3), whole, split=window.split)
+    assert_whole(tagger(), divided, window, sizes, whole, split=window.split, most=most)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
