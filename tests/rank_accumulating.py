@@ -107,3 +107,22 @@ def unfreezing(rank, size):
         accumulating.backward(part(vectors, rank, size, number))
         found.append([parameter.grad for parameter in model[0].parameters()])
     return found
+
+
+def divided(rank, size, most=None):
+    """Return parameters and losses of two batches whose sums are divided by the tokens of all ranks."""
+    model = Limited(net(0), most)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = []
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / tokens[-1]
+
+    accumulating = autoaccum.Accumulator(model, loss=loss, device="cpu", precision="fp32")
+    losses = []
+    for number in range(2):
+        tokens.append(sum(int((part(texts, one, size, number)[1] != -100).sum()) for one in range(size)))
+        losses.append(accumulating.backward(part(texts, rank, size, number)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"parameters": [parameter.detach() for parameter in model.parameters()], "losses": losses, "buffers": []}

@@ -29,6 +29,7 @@ from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.steady import is_number_due
+from autoaccum._loss.batch_counts import counts_in, counts_of
 from autoaccum._loss.loss_check import MOST_SAMPLES, choices
 from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.reported import LOSS, WEIGHT, means
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import PartResult
     from autoaccum._engine.peers import BeforeStep, Work
     from autoaccum._loss import reported
+    from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
@@ -357,7 +359,7 @@ class RankPeers(Peers):
         """Choose the samples on which losses are tried before this window, if they are to be."""
         self._windows += 1
         weights = self._step.objective.weights
-        self.samples_to_try = None
+        self.samples_to_try, weights.counted = None, {}
         if is_number_due(self._windows):
             knows = weights.needs_no_check or (weights.is_trusted and weights.is_checked)
             self.samples_to_try = self._samples_to_try(window, sends=not knows)
@@ -365,9 +367,11 @@ class RankPeers(Peers):
     def _samples_to_try(self, window: Window, *, sends: bool) -> Window | None:
         """Return samples of several ranks, the same on each, so that all learn the same of the losses."""
         with self._step.memory.lifted():  # samples are few, and on the host
-            sends &= bool(window.samples) and self.ranks.rank < MOST_SAMPLES
-            own = _sendable(window, -(-MOST_SAMPLES // self.ranks.size)) if sends else []
-            found = [piece for pieces in self.ranks.exchange("samples", own) for piece in pieces]
+            sends &= bool(window.samples)
+            most = -(-MOST_SAMPLES // self.ranks.size) if self.ranks.rank < MOST_SAMPLES else 0
+            said = self.ranks.exchange("samples", _sendable(window, most) if sends else ([], {}))
+        found = [piece for pieces, _ in said for piece in pieces]
+        self._step.objective.weights.counted = sums([counts for _, counts in said])
         return Window(found, self._step.objective.split) if found else None
 
     def _totals_of(self, window: Window) -> dict[Slot, float] | None:
@@ -434,15 +438,19 @@ class RankPeers(Peers):
         self._values[: sum(kind <= WEIGHT for kind, _ in self._slots)].mul_(factor)
 
 
-def _sendable(window: Window, most: int) -> list[Any]:
-    """Return samples of a window to try, as the loader would yield them; nothing if they cannot be pickled."""
+def _sendable(window: Window, most: int) -> tuple[list[Any], dict[Count, float]]:
+    """Return samples of a window to try, as the loader would yield them, and what is counted in all.
+
+    Nothing, if they cannot be pickled; and no counts, where a split would have to join all samples for them.
+    """
     try:
         chosen, _ = next(choices(window, most, most), (window.part(0, 1), 0))
-        found = copied(chosen.raw())
+        found = copied(chosen.raw()) if most else []
         pickle.dumps(found)
+        wanted = frozenset(counts_in(window.cut(0, 1), 1)) if window.is_nested else frozenset()
+        return list(found), counts_of(window, 0, window.samples, wanted) if wanted else {}
     except Exception:  # noqa: BLE001 - of the user's own types; other ranks wait for what is sent
-        return []
-    return list(found)
+        return [], {}
 
 
 def _form_of_gradient(parameter: nn.Parameter) -> Tensor:

@@ -570,7 +570,7 @@ class TrialLosses:
         """Return the terms of each loss as its graphs suggest of some samples, each by itself."""
         found = dict[str, list[TermForm]]()
         cuts = [window.cut(row, row + 1) for row in sorted({0, window.samples // 2, window.samples - 1})]
-        alone = _Alone.of(window, cuts)
+        alone = _Alone.of(window, cuts, self.weights.counted)
         for source in self.passes:
             of_samples = [self._read_alone(source, cut) for cut in cuts]
             for name, terms in of_samples[0].items():
@@ -706,7 +706,7 @@ class _Alone:
 
     Attributes:
         counts: What is counted in each.
-        of_window: What is counted in the whole window, where that takes no memory.
+        of_window: What is counted in the whole window, of all ranks, where that takes no memory.
         numbers: The numbers that the batches of all of them carry alike.
     """
 
@@ -715,13 +715,14 @@ class _Alone:
     numbers: Mapping[Path, float]
 
     @classmethod
-    def of(cls, window: Window, cuts: Sequence[Any]) -> _Alone:
+    def of(cls, window: Window, cuts: Sequence[Any], counted: Mapping[Count, float] | None) -> _Alone:
         counts = [counts_in(cut, 1) for cut in cuts]
         if not window.is_nested:
             return cls(counts, {}, {})  # a split may count what it joins
         first, *others = map(numbers_in, cuts)
         numbers = {at: one for at, one in first.items() if all(other.get(at) == one for other in others)}
-        return cls(counts, counts_of(window, 0, window.samples, frozenset(counts[0])), numbers)
+        of_window = counts_of(window, 0, window.samples, frozenset(counts[0])) if counted is None else counted
+        return cls(counts, of_window, numbers)
 
     def forms(self, by_term: Sequence[Sequence[ReadTerm]]) -> list[TermForm]:
         """Return what the graphs of the samples suggest; by terms, what each has of every sample."""

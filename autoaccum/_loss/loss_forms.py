@@ -57,6 +57,7 @@ class LossForms:
         is_trusted: Whether the loss is one of torch, so that only the model needs a check.
         is_checked_now: Whether losses were checked for this window, so that what is read in it is known.
         have_diverged: Whether divisors that were proportional turned out not to be.
+        counted: What all ranks count in the window for which losses are tried; None in one process.
         warnings: Warnings of gradients that may be wrong.
         tried: The values that a check has compared, by name of the loss, to be shown.
     """
@@ -65,6 +66,7 @@ class LossForms:
         self.stated = self._asked = asked
         self.forms: dict[str, tuple[TermForm, ...]] = {}
         self.is_checked = self.is_trusted = self.is_checked_now = self.have_diverged = False
+        self.counted: Mapping[Count, float] | None = None
         self.warnings: list[str] = []
         self.tried: dict[str, str] = {}
         self._owes_warning = False

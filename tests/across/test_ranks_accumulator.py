@@ -22,6 +22,16 @@ def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, mo
     assert [one["oom_events"] > 0 for one in found] == [False, bool(most)]
 
 
+def test_sum_over_the_tokens_of_all_ranks_is_one_where_one_sample_fits_at_once(crew):
+    whole = rank_accumulating.divided(0, 1)
+
+    found = crew.run("rank_accumulating:divided", size=2, most=1)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], whole["parameters"]) < FAR
+    assert found[0]["losses"] == pytest.approx(whole["losses"], rel=1e-12)
+
+
 def test_batches_add_up_and_parameters_are_frozen_on_all_ranks(crew):
     alone = rank_accumulating.train(0, 1, twice=True, frozen_at=1)
 
