@@ -22,18 +22,21 @@ except ImportError:  # Windows
 _MIB = 2**20
 
 
-def run_checks(*names, **environment):
+def run_checks(*names, is_fresh=False, **environment):
     """Run checks in one child process and return what each returned, or its traceback as a string."""
-    return answered(__file__, *names, **environment)
+    return answered(__file__, *names, is_fresh=is_fresh, **environment)
 
 
-def answered(file, *arguments, **environment):
-    """Run a file in a child process, and return what it prints as JSON."""
+def answered(file, *arguments, is_fresh=False, **environment):
+    """Run a file in a child process, and return what it prints as JSON.
+
+    One that is not fresh has the memory of the process that it was forked from, as all others of that process have.
+    """
     import warm
     from folders import ROOT, TESTS
 
     done = subprocess.run(
-        [*warm.python(), "-W", "error", file, *arguments],
+        [*([sys.executable] if is_fresh else warm.python()), "-W", "error", file, *arguments],
         capture_output=True,
         text=True,
         timeout=240,
