@@ -28,10 +28,10 @@ _BELIEVED = ((2, 1.0), (4, 0.95), (16, 0.7))
 # The same where no samples of these widths were measured, but others.
 _OF_OTHERS = 0.95
 # Fractions of a size that failed although it was predicted to fit: predictions are nearly right, unless memory is
-# scarce. After as many failures, what fitted is enough if it is so close to what failed. Else the middle is tried once
-# more: from some size on, kernels may take memory that no smaller one has shown.
+# scarce. After as many failures, what fitted is enough if it is so close to what failed. Else the middle is tried up to
+# two times more: from some size on, kernels may take memory that no smaller one has shown, and keep it.
 _AFTER_FAILURES = (0.97, 0.75, 0.5)
-_CLOSE = 0.7
+_CLOSE, _MORE_FAILURES = 0.7, 2
 # The fraction of the largest fitting size above which other sizes are too close to determine the line.
 _WELL_BELOW = 0.75
 # Points are kept as far as none says the same of a larger or smaller one, and not more of them.
@@ -179,7 +179,7 @@ class Frontier:
     def is_enough(self, widths: Widths) -> bool:
         """Whether the search for more samples of these widths has failed often enough for what it can still gain."""
         is_close = self.surely(widths) >= _CLOSE * (self.too_many(widths) or 0)
-        return self.failures >= len(_AFTER_FAILURES) + (not is_close)
+        return self.failures >= len(_AFTER_FAILURES) + (0 if is_close else _MORE_FAILURES)
 
     def sizes(self, widths: Widths) -> list[int]:
         """Return of how many samples of these widths the memory was measured, in order."""
