@@ -15,17 +15,28 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of some numbers, leaving out those of no weight, which may be NaN."""
+def mean(values: Sequence[Tensor], weights: Sequence[float], *, loss: Tensor | None = None) -> Tensor:
+    """Return the weighted mean of some numbers, leaving out those of no weight, which may be NaN.
+
+    Args:
+        values: A number of each part of a batch.
+        weights: Their weights.
+        loss: The loss of the batch. If it is finite, nothing counts in a part whose number is NaN.
+    """
     kept = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     if len(kept) < 2:  # noqa: PLR2004 - a single one is its own mean
         return kept[0][0] if kept else values[0]
-    total = torch.stack([in_full(value) * weight for value, weight in kept]).sum() / sum(weight for _, weight in kept)
+    numbers = torch.stack([in_full(value) for value, _ in kept])
+    counts = torch.stack([torch.full_like(numbers[0], weight) for _, weight in kept])
+    if loss is not None:
+        counts = counts.masked_fill(numbers.isnan() & loss.to(numbers.device).isfinite(), 0.0)
+        numbers = numbers.masked_fill(counts == 0, 0.0)
+    total = (numbers * counts).sum() / counts.sum()
     dtype = values[0].dtype
     return total.to(dtype if dtype.is_floating_point else torch.get_default_dtype())
 
 
-def joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+def joined(values: Sequence[Any], sizes: Sequence[int], *, loss: Tensor | None = None) -> Any:
     """Return the value for a batch of what a function returned for each of its parts.
 
     Values are joined leaf by leaf: tensors and lists with a row for each sample are put together, tensors of one
@@ -35,6 +46,7 @@ def joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     Args:
         values: What was returned for each part.
         sizes: The samples of each part.
+        loss: As for `mean`.
     """
     if len(values) == 1:
         return values[0]
@@ -42,15 +54,15 @@ def joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if any([path for path, _ in found] != [path for path, _ in leaves[0]] for found in leaves):
         return list(values)
     columns = zip(*([leaf for _, leaf in found] for found in leaves), strict=True)
-    whole = iter([_joined_leaf(column, sizes) for column in columns])
+    whole = iter([_joined_leaf(column, sizes, loss) for column in columns])
     return map_leaves(lambda _: next(whole), values[0])
 
 
-def _joined_leaf(column: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _joined_leaf(column: Sequence[Any], sizes: Sequence[int], loss: Tensor | None) -> Any:
     first = column[0]
     if all(isinstance(leaf, Tensor) for leaf in column):
         if not any(leaf.dim() for leaf in column):
-            return mean(column, sizes)
+            return mean(column, sizes, loss=loss)
         is_of_rows = [*sizes] == [len(leaf) if leaf.dim() else 0 for leaf in column]
         return torch.cat([*column]) if is_of_rows and len({leaf.shape[1:] for leaf in column}) == 1 else [*column]
     if all(isinstance(leaf, list) for leaf in column) and [*map(len, column)] == [*sizes]:

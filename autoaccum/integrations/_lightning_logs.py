@@ -103,12 +103,13 @@ class HeldLogs:
         given, sizes = self._given[*self._of, *key]
         return counts and len(given) == len(sizes) == 1
 
-    def log(self, parts: Sequence[Logged], sizes: Sequence[int]) -> None:
+    def log(self, parts: Sequence[Logged], sizes: Sequence[int], *, loss: Tensor | None = None) -> None:
         """Log each name once for the whole batch.
 
         Args:
             parts: Of each part that was completed.
             sizes: The samples of each part.
+            loss: The loss of the batch, where it is known.
 
         Raises:
             InvalidInputError: It cannot be told whether `batch_size=` is of a part or of any batch.
@@ -125,10 +126,10 @@ class HeldLogs:
             given = [one.get(_SIZE) for one in (options, *others)]
             # One number for all parts is that of the batch, however it is cut.
             is_of_batch = None in given or len(self._given[*self._of, *key][0]) == 1
-            value = self._whole(_reduction(options), values, counts if is_of_batch else given)
+            value = self._whole(_reduction(options), values, counts if is_of_batch else given, loss)
             self._module.log(key[0], value, **options | {_SIZE: given[0] if is_of_batch else sum(given)})
 
-    def _whole(self, reduction: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
+    def _whole(self, reduction: str, values: Sequence[Any], weights: Sequence[float], loss: Tensor | None) -> Any:
         """Return what the step would have logged for the whole batch."""
         first = values[0]
         if len(values) == 1:
@@ -139,7 +140,9 @@ class HeldLogs:
                     first._forward_cache = copy.compute()  # where Lightning reads the value of a step
             return first
         numbers = [torch.as_tensor(value) for value in values]
-        return _OTHERS[reduction](torch.stack(numbers), dim=0) if reduction in _OTHERS else mean(numbers, weights)
+        if reduction in _OTHERS:
+            return _OTHERS[reduction](torch.stack(numbers), dim=0)
+        return mean(numbers, weights, loss=loss)
 
 
 def _reduction(options: dict[str, Any]) -> str:

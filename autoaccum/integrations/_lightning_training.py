@@ -87,13 +87,13 @@ class Training:
         finally:
             self._further, self._parts = (), []
         self.report = report
-        self._logs.log(logged, sizes)
+        values = [loss.value for loss in report.device_losses.values()]
+        loss = torch.as_tensor(values[0] if len(values) == 1 else sum(values), device=trainer.strategy.root_device)
+        self._logs.log(logged, sizes, loss=loss)
         self._gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
         for parameter, _ in self._gradients:
             parameter.grad = None
-        values = [loss.value for loss in report.device_losses.values()]
-        loss = torch.as_tensor(values[0] if len(values) == 1 else sum(values), device=trainer.strategy.root_device)
-        return {_LOSS: loss, **joined(report.outputs, report.micro_batches)}
+        return {_LOSS: loss, **joined(report.outputs, report.micro_batches, loss=loss)}
 
     def backward(self, loss: Tensor, *_: Any, **__: Any) -> Tensor:
         """Put the batch's gradient into `.grad`, with the hooks of Lightning around a backward pass."""

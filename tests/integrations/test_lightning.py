@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.integrations.lightning import Windowed
@@ -303,6 +303,29 @@ def test_batches_that_lightning_accumulates_are_added_up(batches):
     assert two.global_step == one.global_step
     assert_close(plain, other)
     assert float(two.callback_metrics["loss_epoch"]) == pytest.approx(float(one.callback_metrics["loss_epoch"]))
+
+
+class Ignoring(Classifier):
+    """Means over the samples that count, which are NaN where none does."""
+
+    def training_step(self, batch, batch_idx):
+        outputs, counts = self(batch[0]), batch[1] != -100
+        highest = outputs.max(1).values[counts].mean()
+        loss = functional.cross_entropy(outputs, batch[1])
+        self.log_dict({"loss": loss, "highest": highest}, on_step=True, on_epoch=True)
+        return {"loss": loss, "highest": highest}
+
+
+def test_micro_batches_in_which_nothing_counts_are_left_out_of_logs_and_outputs(tmp_path):
+    inputs, targets = vectors().tensors
+    ignored = TensorDataset(inputs, targets.masked_fill(torch.arange(len(targets)) % 3 == 0, -100))
+    plain, other = Outputs(), Outputs()
+    fitted(Ignoring(), ignored, plain, folder=tmp_path / "plain")
+
+    fitted(Ignoring(), ignored, windowed(micro_batch=1), other, folder=tmp_path / "ours")
+
+    assert_same_log(rows(tmp_path / "plain"), rows(tmp_path / "ours"))
+    torch.testing.assert_close([one for one, _ in other.seen], [one for one, _ in plain.seen])
 
 
 class Skipping(Classifier):
