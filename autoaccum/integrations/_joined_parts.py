@@ -28,7 +28,8 @@ def mean(values: Sequence[Tensor], weights: Sequence[float], *, loss: Tensor | N
         return kept[0][0] if kept else values[0]
     numbers = torch.stack([in_full(value) for value, _ in kept])
     counts = torch.stack([torch.full_like(numbers[0], weight) for _, weight in kept])
-    if loss is not None:
+    # Numbers that are on the host, unlike the loss, do not wait for the device.
+    if loss is not None and (loss.device == numbers.device or numbers.isnan().any()):
         counts = counts.masked_fill(numbers.isnan() & loss.to(numbers.device).isfinite(), 0.0)
         numbers = numbers.masked_fill(counts == 0, 0.0)
     total = (numbers * counts).sum() / counts.sum()
