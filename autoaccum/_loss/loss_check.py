@@ -47,6 +47,8 @@ _TO_HALVE = 7
 FOUR_BYTES = 4
 # The most samples that are looked at to choose these, and the most choices where nothing counts in the first.
 _LOOKED_AT, _MOST_CHOICES = 64, 8
+# The most samples that are read one by one.
+_MOST_ALONE = 6
 # The relative difference that rounding may cause, by the lowest precision of the passes.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
 _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
@@ -94,11 +96,11 @@ class Run:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-def choices(window: Window, most: int, larger: int) -> Iterator[tuple[Window, int]]:
+def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = ()) -> Iterator[tuple[Window, int]]:
     """Return samples from all over a window, and how many of them are in the first of two parts; first the best choice.
 
-    Later choices are of other samples, and of more, up to `larger`, until none are left. A window of which no two
-    samples can be joined has none.
+    It has a sample that tells more of `known` forms. Later choices are of other samples, and of more, up to `larger`,
+    until none are left. A window of which no two samples can be joined has none.
     """
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
@@ -107,7 +109,8 @@ def choices(window: Window, most: int, larger: int) -> Iterator[tuple[Window, in
     if number <= 1:
         return
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
-    rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
+    telling = _telling(window, known, start, samples) if number < samples else []
+    rows = list(dict.fromkeys([*telling, *_unusual(window, start, samples, number // 2), *evenly]))[:number]
     rest = [start + row for row in torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()]
     for _ in range(_MOST_CHOICES):
         # About a third in the first part: losses may need two samples. One part is odd, since they may take pairs.
@@ -134,6 +137,20 @@ def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
             if count[0] == LABELS and not of_labels:  # something has to count in both parts
                 of_labels = [rows[at] for at in sorted(range(len(rows)), key=numbers.__getitem__)[-2:]]
     return list(dict.fromkeys([*of_labels, *found]))[:most]
+
+
+def _telling(window: Window, forms: Sequence[TermForm], start: int, samples: int) -> list[int]:
+    """Return the sample of which counts that means may be divided by differ most; none if they are alike in all."""
+    doubtful = [form for form in forms if len(form.counts) > 1 and window.is_nested]
+    wanted = frozenset(count for form in doubtful for count in form.counts)
+
+    def divisors(row: int) -> int:
+        counted = counts_of(window, row, row + 1, wanted)
+        return sum(len({round(counted[count] * each, 6) for count, each in form.counts.items()}) for form in doubtful)
+
+    rows = range(start, start + samples, max(1, samples // _LOOKED_AT)) if doubtful else ()
+    most, row = max(((divisors(row), -row) for row in rows), default=(0, 0))
+    return [-row] if most > len(doubtful) else []
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -447,7 +464,8 @@ class TrialLosses:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
         has_tried = False
-        for sample, first in choices(window, most, larger):
+        known = [form for forms in self.weights.forms.values() for form in forms]
+        for sample, first in choices(window, most, larger, known):
             open_before = set(self._open)
             try:
                 for source in self.passes:
@@ -568,18 +586,34 @@ class TrialLosses:
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
         """Return the terms of each loss as its graphs suggest of some samples, each by itself."""
+        rows = [*dict.fromkeys((0, window.samples // 2, window.samples - 1))]
+        cuts, of_rows = list[Any](), list[list[dict[str, list[ReadTerm]]]]()
         found = dict[str, list[TermForm]]()
-        cuts = [window.cut(row, row + 1) for row in sorted({0, window.samples // 2, window.samples - 1})]
+        while len(cuts) < len(rows):
+            cuts += [window.cut(row, row + 1) for row in rows[len(cuts) :]]
+            of_rows += [[self._read_alone(source, cut) for source in self.passes] for cut in cuts[len(of_rows) :]]
+            forms = self._of_alone(window, cuts, of_rows)
+            # The last may be one in which nothing counts, of which max(1, n) is no count.
+            found = {name: own if _are_counted(own) else found.get(name, own) for name, own in forms.items()}
+            if len(rows) < _MOST_ALONE:
+                every = [form for own in found.values() for form in own]
+                rows += [row for row in _telling(window, every, 0, window.samples) if row not in rows]
+        return {} if self.weights.is_trusted else found
+
+    def _of_alone(
+        self, window: Window, cuts: Sequence[Any], of_rows: Sequence[Sequence[Mapping[str, list[ReadTerm]]]]
+    ) -> dict[str, list[TermForm]]:
+        """Return the terms of each loss, given some samples and what was read of each, of one pass after the other."""
+        found = dict[str, list[TermForm]]()
         alone = _Alone.of(window, cuts, self.weights.counted)
-        for source in self.passes:
-            of_samples = [self._read_alone(source, cut) for cut in cuts]
+        for of_samples in zip(*of_rows, strict=True):
             for name, terms in of_samples[0].items():
                 alike = [own for own in (of_sample.get(name, []) for of_sample in of_samples) if len(own) == len(terms)]
                 is_known = len(alike) == len(cuts) > 1
                 found[name] = (
                     alone.forms(list(zip(*alike, strict=True))) if is_known else list(map(_by_graph_alone, terms))
                 )
-        return {} if self.weights.is_trusted else found
+        return found
 
     def _read_alone(self, source: _Pass, cut: Any) -> dict[str, list[ReadTerm]]:
         """Return the terms of each loss of one sample, without their graphs."""
@@ -685,6 +719,10 @@ def _sum_of(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
     return TermForm(
         Form.SUM, number=next((at for at, one in numbers.items() if is_divided and _close(one, weight, near)), None)
     )
+
+
+def _are_counted(forms: Sequence[TermForm]) -> bool:
+    return all(form.counts for form in forms if form.form is Form.MEAN)
 
 
 def _by_graph_alone(term: ReadTerm) -> TermForm:

@@ -157,6 +157,32 @@ def test_terms_of_one_loss_with_divisors_of_their_own_are_weighed_by_one_of_thes
     assert found == pytest.approx(sum(map(operator.mul, losses, weights)) / sum(weights), rel=1e-12)
 
 
+class OfRows(nn.Linear):
+    """Returns its own mean over rows, and runs out of memory for more than a few of them."""
+
+    def __init__(self, most):
+        super().__init__(4, 3, dtype=torch.float64)
+        self.most = most
+
+    def forward(self, inputs, labels):
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("told to")
+        return {"loss": functional.cross_entropy(super().forward(inputs), labels)}
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_count_that_fits_the_samples_of_a_check_by_accident_is_told_from_the_rows_by_others(most):
+    model, inputs = OfRows(most), torch.randn(24, 4, dtype=torch.float64)
+    labels = torch.tensor([1, 0, 2, 0, 2, 0, 1, 1, 0, 2, 0, 1] * 2)  # of samples that a check takes, the sum is theirs
+    batches = [{"inputs": inputs[:12], "labels": labels[:12]}, {"inputs": inputs[12:], "labels": labels[12:]}]
+
+    found = runner_of(model, device=autoaccum.Simulated(MIB)).evaluate(batches)
+
+    outputs = functional.linear(inputs, model.weight, model.bias).detach()
+    assert found == pytest.approx(float(functional.cross_entropy(outputs, labels)), rel=1e-12)
+
+
 # --- what it leaves --------------------------------------------------------------------------------------------------
 
 
