@@ -115,6 +115,14 @@ class LossWeights(LossForms):
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._added: dict[str, list[Any]] = {}  # what each sum was divided by in the first micro-batch of this window
 
+    def learn(
+        self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True, is_complete: bool = True
+    ) -> None:
+        """Take what a check has shown: see `LossForms.learn`."""
+        super().learn(found, is_checked=is_checked, is_complete=is_complete)
+        # No window after an earlier check has come so far as to show how a loss is put together.
+        self.is_checked_now |= not found.keys() <= self._unseen.union(name for name, *_ in self._seen)
+
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""
         self._added.clear()

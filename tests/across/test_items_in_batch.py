@@ -159,6 +159,19 @@ def test_batch_of_which_one_sample_fits_at_once_keeps_its_count(items):
     assert_whole(tagger(), divided, batch, (1, 1, 1, 1), batch, most=1)
 
 
+@pytest.mark.parametrize("lengths", [[0, 3, 0, 8, 1, 0, 0, 2], [5, 0, 0, 0, 0, 0, 0, 0]])
+def test_batch_keeps_its_count_where_memory_runs_out_and_nothing_counts_in_some_samples_that_fit(lengths):
+    model, batch = tagger(), sentences(lengths)
+    expected = copy.deepcopy(model)
+    divided(expected(batch["input_ids"]), batch).backward()
+    model.register_forward_pre_hook(functools.partial(refuse_more_than, 2), with_kwargs=True)
+
+    report = autoaccum.Accumulator(model, loss=divided, device=CPU, precision="fp32", micro_batch=4).backward(batch)
+
+    assert report.micro_batches == (2, 2, 2, 2)
+    assert distance(joined(model), joined(expected)) <= 1e-12
+
+
 def by_token(outputs, batch):
     return functional.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
 
