@@ -308,14 +308,15 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
     """
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
     objective.weights.is_checked &= not objective.weights.is_ambiguous(window)
-    if objective.weights.knows_all or not objective.needs_check(window, halves, is_part=False, is_due=False):
+    is_alone = window.samples == 1  # of which a check can see nothing but what it is divided by
+    if objective.weights.knows_all or not objective.needs_check(window, halves, is_part=is_alone, is_due=False):
         return
     said = ""
     for _ in range(_TRIES_TO_WEIGH):
         try:
             with torch.inference_mode(False):
                 step.check_losses(window, mark)
-                objective.weights.warn_if_unchecked()
+                objective.weights.warn_if_unchecked(is_said=not is_alone)
         except Exception as error:
             event = resolvable_oom(error, Phase.WEIGH, None, step.witness)
             if event is None:

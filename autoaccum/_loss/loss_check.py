@@ -110,7 +110,8 @@ def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = 
         return
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     telling = _telling(window, known, start, samples) if number < samples else []
-    rows = list(dict.fromkeys([*telling, *_unusual(window, start, samples, number // 2), *evenly]))[:number]
+    unusual = _unusual(window, start, samples, number // 2)
+    rows = list(dict.fromkeys([*unusual[:2], *telling, *unusual[2:], *evenly]))[:number]
     rest = [start + row for row in torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()]
     for _ in range(_MOST_CHOICES):
         # About a third in the first part: losses may need two samples. One part is odd, since they may take pairs.
@@ -140,17 +141,22 @@ def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
 
 
 def _telling(window: Window, forms: Sequence[TermForm], start: int, samples: int) -> list[int]:
-    """Return the sample of which counts that means may be divided by differ most; none if they are alike in all."""
+    """Return the sample of which counts that means may be divided by differ most; none if they are alike in all.
+
+    One in which none of them is 0, if there is any: nothing else may count in it.
+    """
     doubtful = [form for form in forms if len(form.counts) > 1 and window.is_nested]
     wanted = frozenset(count for form in doubtful for count in form.counts)
 
-    def divisors(row: int) -> int:
+    def told(row: int) -> tuple[bool, int, int]:
         counted = counts_of(window, row, row + 1, wanted)
-        return sum(len({round(counted[count] * each, 6) for count, each in form.counts.items()}) for form in doubtful)
+        kinds = [{round(counted[count] * each, 6) for count, each in form.counts.items()} for form in doubtful]
+        more = sum(map(len, kinds)) - len(doubtful)
+        return bool(more) and all(counted.values()), more, -row
 
     rows = range(start, start + samples, max(1, samples // _LOOKED_AT)) if doubtful else ()
-    most, row = max(((divisors(row), -row) for row in rows), default=(0, 0))
-    return [-row] if most > len(doubtful) else []
+    _, more, row = max(map(told, rows), default=(False, 0, 0))
+    return [-row] if more else []
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -464,7 +470,8 @@ class TrialLosses:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
         has_tried = False
-        known = [form for forms in self.weights.forms.values() for form in forms]
+        # Ranks try the same samples, and may not know the same.
+        known = [form for forms in self.weights.forms.values() for form in forms if self.weights.counted is None]
         for sample, first in choices(window, most, larger, known):
             open_before = set(self._open)
             try:
@@ -609,7 +616,7 @@ class TrialLosses:
         for of_samples in zip(*of_rows, strict=True):
             for name, terms in of_samples[0].items():
                 alike = [own for own in (of_sample.get(name, []) for of_sample in of_samples) if len(own) == len(terms)]
-                is_known = len(alike) == len(cuts) > 1
+                is_known = len(alike) == len(cuts)
                 found[name] = (
                     alone.forms(list(zip(*alike, strict=True))) if is_known else list(map(_by_graph_alone, terms))
                 )
@@ -773,9 +780,23 @@ class _Alone:
                 return sums
         found = []
         for terms in by_term:
-            form, weights = _by_graph_alone(terms[0]), [one.weight for one in terms]
-            is_mean = form.form is Form.MEAN and None not in weights
-            found.append(replace(form, counts=_proportional(weights, self.counts)) if is_mean else form)
+            form = _by_graph_alone(terms[0])
+            is_mean = form.form is Form.MEAN and all(one.weight is not None for one in terms)
+            found.append(replace(form, counts=self._divided_by(terms)) if is_mean else form)
+        return found
+
+    def _divided_by(self, terms: Sequence[ReadTerm]) -> dict[Count, float]:
+        """Return the counts that all samples may be divided by, or by max(1, n), and what each is multiplied by."""
+        weights, found = [abs(float(one.weight or 0.0)) for one in terms], {}
+        for count in self.counts[0]:
+            numbers = [of_sample.get(count, 0.0) for of_sample in self.counts]
+            each = next((weight / number for weight, number in zip(weights, numbers, strict=True) if number > 0), 1.0)
+            if each and all(
+                _close(number * each, weight, _SAME_WEIGHT * weight)
+                or (not number and each == 1.0 and _is_divided_by_1(term))
+                for number, weight, term in zip(numbers, weights, terms, strict=True)
+            ):
+                found[count] = each
         return found
 
     def _is_constant(self, terms: Sequence[ReadTerm]) -> bool:

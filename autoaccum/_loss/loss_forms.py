@@ -189,18 +189,24 @@ class LossForms:
         self._incomplete = 0 if is_complete else self._incomplete + 1
         self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
         self.is_checked_now = is_complete or not self.forms.keys() >= found.keys()
-        found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
+        known = {name: all(form.is_guess for form in forms) for name, forms in self.forms.items()}
+        self._owes_warning = not is_checked and any(known.get(name, True) for name in found)
+        if not is_checked:  # what is known is narrowed down, if it was not checked either
+            for name in found.keys() & known.keys():
+                both = _both(self.forms[name], found[name])
+                if known[name] and both is not None and all(form.counts for form in both):
+                    self.forms[name] = both
+            found = {name: own for name, own in found.items() if name not in known}
         for name, forms in found.items():
             self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
         for name, forms in found.items():
             self._refuse_or_warn(name, forms)
-        self._owes_warning = bool(found) and not is_checked
         self._refuse_what_is_not_counted()
 
-    def warn_if_unchecked(self) -> None:
-        """Warn of what is known of a single sample alone; not before that sample has fitted."""
-        if self._owes_warning:
-            self._owes_warning = False
+    def warn_if_unchecked(self, *, is_said: bool = True) -> None:
+        """Warn of what is known of a single sample alone, or forget it; not before that sample has fitted."""
+        owes, self._owes_warning = self._owes_warning, False
+        if owes and is_said:
             self.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
                 "graph and not checked; a (sum, weight) pair or loss_reduction= says it"

@@ -28,13 +28,20 @@ def mean(values: Sequence[Tensor], weights: Sequence[float], *, loss: Tensor | N
         return kept[0][0] if kept else values[0]
     numbers = torch.stack([in_full(value) for value, _ in kept])
     counts = torch.stack([torch.full_like(numbers[0], weight) for _, weight in kept])
-    # Numbers that are on the host, unlike the loss, do not wait for the device.
-    if loss is not None and (loss.device == numbers.device or numbers.isnan().any()):
-        counts = counts.masked_fill(numbers.isnan() & loss.to(numbers.device).isfinite(), 0.0)
-        numbers = numbers.masked_fill(counts == 0, 0.0)
+    if loss is not None:
+        is_empty = is_of_nothing(numbers, loss)
+        numbers, counts = numbers.masked_fill(is_empty, 0.0), counts.masked_fill(is_empty, 0.0)
     total = (numbers * counts).sum() / counts.sum()
     dtype = values[0].dtype
     return total.to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+
+
+def is_of_nothing(numbers: Tensor, loss: Tensor) -> Tensor:
+    """Return which numbers are NaN though the loss of the batch is finite: of parts in which nothing counts."""
+    is_nan = numbers.isnan()
+    if loss.device != numbers.device and not is_nan.any():  # numbers of the host, which need not wait for the device
+        return is_nan
+    return is_nan & loss.to(numbers.device).isfinite()
 
 
 def joined(values: Sequence[Any], sizes: Sequence[int], *, loss: Tensor | None = None) -> Any:
@@ -69,7 +76,7 @@ def _joined_leaf(column: Sequence[Any], sizes: Sequence[int], loss: Tensor | Non
     if all(isinstance(leaf, list) for leaf in column) and [*map(len, column)] == [*sizes]:
         return [*chain.from_iterable(column)]
     if all(isinstance(leaf, float) for leaf in column):
-        return sum(leaf * size for leaf, size in zip(column, sizes, strict=True)) / sum(sizes)
+        return float(mean([torch.tensor(leaf, dtype=torch.float64) for leaf in column], sizes, loss=loss))
     if all(type(leaf) is int for leaf in column) and [*column] == [*sizes]:
         return sum(sizes)
     is_shared = isinstance(first, str | int | None) and all(leaf == first for leaf in column)

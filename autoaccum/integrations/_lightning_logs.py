@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from autoaccum._system.attributes import replaced
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._joined_parts import mean
+from autoaccum.integrations._joined_parts import is_of_nothing, mean
 from autoaccum.integrations._refusals import refusal
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 # What one call of a step has logged: by name and how often it was logged before, the value and further arguments.
 Logged = dict[tuple[str, int], tuple[Any, dict[str, Any]]]
 
-_OTHERS: dict[str, Any] = {"max": torch.amax, "min": torch.amin, "sum": torch.sum}
+# By name, the function and what changes nothing.
+_OTHERS: dict[str, Any] = {"max": (torch.amax, -torch.inf), "min": (torch.amin, torch.inf), "sum": (torch.sum, 0.0)}
 _ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 _SIZE = "batch_size"
 _REFUSED = refusal("a logger's log_metrics", "use self.log, or call it in a hook such as on_train_batch_end")
@@ -140,9 +141,12 @@ class HeldLogs:
                     first._forward_cache = copy.compute()  # where Lightning reads the value of a step
             return first
         numbers = [torch.as_tensor(value) for value in values]
-        if reduction in _OTHERS:
-            return _OTHERS[reduction](torch.stack(numbers), dim=0)
-        return mean(numbers, weights, loss=loss)
+        if reduction not in _OTHERS:
+            return mean(numbers, weights, loss=loss)
+        (function, nothing), stacked = _OTHERS[reduction], torch.stack(numbers)
+        if loss is not None and stacked.is_floating_point():
+            stacked = stacked.masked_fill(is_of_nothing(stacked, loss), nothing)
+        return function(stacked, dim=0)
 
 
 def _reduction(options: dict[str, Any]) -> str:

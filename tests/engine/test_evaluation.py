@@ -157,6 +157,20 @@ def test_terms_of_one_loss_with_divisors_of_their_own_are_weighed_by_one_of_thes
     assert found == pytest.approx(sum(map(operator.mul, losses, weights)) / sum(weights), rel=1e-12)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["of the model", "a function"])
+@pytest.mark.parametrize("labelled", [(1, 5, 2), (5, 1, 3), (2, 5, 5)])
+def test_mean_over_batches_of_one_sample_each_is_over_their_labelled_tokens(own, labelled):
+    inputs, labels = torch.randn(3, 5, 4, dtype=torch.float64), torch.randint(3, (3, 5))
+    labels[torch.arange(5) >= torch.tensor(labelled)[:, None]] = -100
+    model = WithLoss()
+
+    rows = zip(inputs.split(1), labels.split(1), strict=True)
+    batches = [{"inputs": one, "labels": other} if own else (one, other) for one, other in rows]
+    found = runner_of(model, **({} if own else {"loss": over_tokens})).evaluate(batches)
+
+    assert found == pytest.approx(exact(model, (inputs, labels), over_tokens), rel=1e-12)
+
+
 class OfRows(nn.Linear):
     """Returns its own mean over rows, and runs out of memory for more than a few of them."""
 
@@ -172,9 +186,10 @@ class OfRows(nn.Linear):
 
 @pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_count_that_fits_the_samples_of_a_check_by_accident_is_told_from_the_rows_by_others(most):
+@pytest.mark.parametrize("first", [[1, 0, 2, 0, 2, 0, 1, 1, 0, 2, 0, 1], [1] * 12])
+def test_count_that_fits_the_samples_of_a_check_by_accident_is_told_from_the_rows_by_others(first, most):
     model, inputs = OfRows(most), torch.randn(24, 4, dtype=torch.float64)
-    labels = torch.tensor([1, 0, 2, 0, 2, 0, 1, 1, 0, 2, 0, 1] * 2)  # of samples that a check takes, the sum is theirs
+    labels = torch.tensor([*first, *[1, 0, 2, 0, 2, 0, 1, 1, 0, 2, 0, 1]])  # of some samples, the sum is their number
     batches = [{"inputs": inputs[:12], "labels": labels[:12]}, {"inputs": inputs[12:], "labels": labels[12:]}]
 
     found = runner_of(model, device=autoaccum.Simulated(MIB)).evaluate(batches)

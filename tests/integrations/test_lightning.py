@@ -313,7 +313,9 @@ class Ignoring(Classifier):
         highest = outputs.max(1).values[counts].mean()
         loss = functional.cross_entropy(outputs, batch[1])
         self.log_dict({"loss": loss, "highest": highest}, on_step=True, on_epoch=True)
-        return {"loss": loss, "highest": highest}
+        most = outputs[counts].max() if counts.any() else torch.nan
+        self.log("most", most, reduce_fx="max", on_step=True, on_epoch=True)
+        return {"loss": loss, "highest": highest, "number": highest.item()}
 
 
 def test_micro_batches_in_which_nothing_counts_are_left_out_of_logs_and_outputs(tmp_path):
