@@ -782,7 +782,9 @@ class _Alone:
         for terms in by_term:
             form = _by_graph_alone(terms[0])
             is_mean = form.form is Form.MEAN and all(one.weight is not None for one in terms)
-            found.append(replace(form, counts=self._divided_by(terms)) if is_mean else form)
+            # A divisor of 1 where nothing counts is max(1, n).
+            counts = self._divided_by(terms) if is_mean else {}
+            found.append(replace(form, counts=counts, may_be_clamped=bool(counts)))
         return found
 
     def _divided_by(self, terms: Sequence[ReadTerm]) -> dict[Count, float]:

@@ -500,7 +500,9 @@ class LossWeights(LossForms):
         may_be_nothing = 0.0 in numbers and not any(_is_same(weight, number) for number in numbers)
         if is_one and may_be_nothing and not float(loss.detach()):
             return 0.0
-        if is_one:
+        if is_one and form.is_guess:
+            is_clamped = bool(numbers) and not any(_is_same(weight, number) for number in numbers)
+        elif is_one:
             is_clamped = not numbers or not all(_is_same(weight, number) for number in numbers)
         else:
             # What clamps was not above any divisor of the check; otherwise the count fitted by accident.

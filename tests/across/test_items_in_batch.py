@@ -176,6 +176,17 @@ def by_token(outputs, batch):
     return functional.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+@pytest.mark.parametrize("lengths", [[0, 3, 0, 8], [5, 0, 2, 1], [0, 0, 0, 2]])
+def test_mean_over_at_least_one_token_is_exact_where_one_sample_fits_at_once_and_nothing_counts_in_some(lengths):
+    def at_least_one(outputs, batch):
+        return by_token(outputs, batch).sum() / batch["labels"].ne(-100).sum().clamp(min=1)
+
+    batch = {key: value for key, value in sentences(lengths).items() if key != NAME}
+
+    assert_whole(tagger(), at_least_one, batch, (1, 1, 1, 1), batch, most=1)
+
+
 # Divided by the same in each sample, as by a number of the whole batch, and means all the same.
 MEANS = {
     "a number is the length": (lambda outputs, batch: by_token(outputs, batch).mean(), {"longest": T}),
