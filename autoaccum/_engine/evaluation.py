@@ -308,7 +308,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
     """
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
     objective.weights.is_checked &= not objective.weights.is_ambiguous(window)
-    is_alone = window.samples == 1  # of which a check can see nothing but what it is divided by
+    is_alone = window.samples == 1  # a check sees the divisor alone
     if objective.weights.knows_all or not objective.needs_check(window, halves, is_part=is_alone, is_due=False):
         return
     said = ""

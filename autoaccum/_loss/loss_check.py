@@ -99,8 +99,8 @@ class Run:
 def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = ()) -> Iterator[tuple[Window, int]]:
     """Return samples from all over a window, and how many of them are in the first of two parts; first the best choice.
 
-    It has a sample that tells more of `known` forms. Later choices are of other samples, and of more, up to `larger`,
-    until none are left. A window of which no two samples can be joined has none.
+    The first choice has a sample that tells more of the divisors of `known` forms. Later choices are of other samples,
+    and of more, up to `larger`, until none are left. A window of which no two samples can be joined has none.
     """
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
@@ -141,9 +141,9 @@ def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
 
 
 def _telling(window: Window, forms: Sequence[TermForm], start: int, samples: int) -> list[int]:
-    """Return the sample of which counts that means may be divided by differ most; none if they are alike in all.
+    """Return the sample whose counts tell most of the divisors of means; none if no sample tells anything.
 
-    One in which none of them is 0, if there is any: nothing else may count in it.
+    A sample with a count of 0 comes last: a check learns nothing where nothing counts.
     """
     doubtful = [form for form in forms if len(form.counts) > 1 and window.is_nested]
     wanted = frozenset(count for form in doubtful for count in form.counts)

@@ -111,7 +111,7 @@ class LossWeights(LossForms):
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._seen: set[tuple[Any, ...]] = set()  # how each loss was put together in the graphs of checked windows
         self._unseen: set[str] = set()  # losses in which nothing counted yet in this process's parts of these windows
-        self._has_weighed = False  # whether any loss was weighed
+        self._has_weighed = False  # whether any micro-batch was weighed
         self._asked_of: list[list[TermForm]] = []  # means of which evaluations have asked for another check
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._added: dict[str, list[Any]] = {}  # what each sum was divided by in the first micro-batch of this window
@@ -121,7 +121,7 @@ class LossWeights(LossForms):
     ) -> None:
         """Take what a check has shown: see `LossForms.learn`."""
         super().learn(found, is_checked=is_checked, is_complete=is_complete)
-        self.is_checked_now |= not self._has_weighed  # no window after an earlier check has come so far
+        self.is_checked_now |= not self._has_weighed  # no micro-batch was compared with an earlier check
 
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""

@@ -37,9 +37,9 @@ def mean(values: Sequence[Tensor], weights: Sequence[float], *, loss: Tensor | N
 
 
 def is_of_nothing(numbers: Tensor, loss: Tensor) -> Tensor:
-    """Return which numbers are NaN though the loss of the batch is finite: of parts in which nothing counts."""
+    """Return which numbers are NaN because nothing counts in their parts: the loss of the batch is finite."""
     is_nan = numbers.isnan()
-    if loss.device != numbers.device and not is_nan.any():  # numbers of the host, which need not wait for the device
+    if loss.device != numbers.device and not is_nan.any():  # numbers on the host do not wait for the device
         return is_nan
     return is_nan & loss.to(numbers.device).isfinite()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # What one call of a step has logged: by name and how often it was logged before, the value and further arguments.
 Logged = dict[tuple[str, int], tuple[Any, dict[str, Any]]]
 
-# By name, the function and what changes nothing.
+# By name, the function, and the number that does not change its result.
 _OTHERS: dict[str, Any] = {"max": (torch.amax, -torch.inf), "min": (torch.amin, torch.inf), "sum": (torch.sum, 0.0)}
 _ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 _SIZE = "batch_size"
