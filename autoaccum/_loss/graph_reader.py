@@ -51,6 +51,7 @@ class ReadTerm:
         is_mean: Whether an operator takes a mean, so that its weight is not only what the loss itself divides by.
         end: The node whose result is summed, as far as its elements have one factor.
         is_nonlinear: Whether it could not be read because a number is no multiple of what it is computed from.
+        may_be_0: Whether its value may be 0, as where nothing counts.
     """
 
     node: Any
@@ -60,6 +61,7 @@ class ReadTerm:
     is_mean: bool = False
     end: Any = None
     is_nonlinear: bool = False
+    may_be_0: bool = True
 
     def at(self, node: Any, weight: Any) -> ReadTerm:
         """Return the same for another node and weight."""

@@ -377,7 +377,7 @@ class _Compared:
             is_counted=all(term.is_counted for term in self._terms),
             per_sample=abs(weights[0]) / self._runs[0].samples,
             shares=tuple(one / weights[0] for one in weights[1:]),
-            counts=_proportional(weights, [run.counts for run in self._runs]),
+            counts=_divided_by(weights, [run.counts for run in self._runs], [False for _ in weights]),
             least=min((one for one in weights[1:] if one > 0), default=math.inf),
             may_be_clamped=may_be or is_clamped,
             is_clamped=is_clamped,
@@ -411,14 +411,25 @@ class _Compared:
         return TermForm(Form.MEAN, is_read=False, per_sample=per_sample, shares=of_first, counts=counts)
 
 
-def _proportional(weights: Sequence[float], counts: Sequence[Mapping[Count, float]]) -> dict[Count, float]:
-    """Return the counts of runs that are proportional to what a term is divided by, and what it is for each."""
-    room = _SAME_WEIGHT * abs(weights[0])
+def _divided_by(
+    weights: Sequence[float], counts: Sequence[Mapping[Count, float]], may_be_clamped: Sequence[bool]
+) -> dict[Count, float]:
+    """Return the counts that runs are divided by, and what each is multiplied by.
+
+    Args:
+        weights: What each run is divided by.
+        counts: What is counted in each.
+        may_be_clamped: Whether each may be divided by max(1, n) of which n is 0.
+    """
+    room = _SAME_WEIGHT * max(map(abs, weights))
     found: dict[Count, float] = {}
-    for count, total in counts[0].items():
-        each = weights[0] / total if total > 0 else 0.0
-        counted = [of_run.get(count, 0.0) * each for of_run in counts]
-        if each and all(_close(one, own, room) for one, own in zip(counted, weights, strict=True)):
+    for count in counts[0]:
+        numbers = [of_run.get(count, 0.0) for of_run in counts]
+        each = next((weight / number for weight, number in zip(weights, numbers, strict=True) if number > 0), 1.0)
+        if each and all(
+            _close(number * each, weight, room) or (may_be and not number and each == 1.0)
+            for number, weight, may_be in zip(numbers, weights, may_be_clamped, strict=True)
+        ):
             found[count] = each
     return found
 
@@ -599,9 +610,7 @@ class TrialLosses:
         while len(cuts) < len(rows):
             cuts += [window.cut(row, row + 1) for row in rows[len(cuts) :]]
             of_rows += [[self._read_alone(source, cut) for source in self.passes] for cut in cuts[len(of_rows) :]]
-            forms = self._of_alone(window, cuts, of_rows)
-            # The last may be one in which nothing counts, of which max(1, n) is no count.
-            found = {name: own if _are_counted(own) else found.get(name, own) for name, own in forms.items()}
+            found = self._of_alone(window, cuts, of_rows)
             if len(rows) < _MOST_ALONE:
                 every = [form for own in found.values() for form in own]
                 rows += [row for row in _telling(window, every, 0, window.samples) if row not in rows]
@@ -624,16 +633,17 @@ class TrialLosses:
 
     def _read_alone(self, source: _Pass, cut: Any) -> dict[str, list[ReadTerm]]:
         """Return the terms of each loss of one sample, without their graphs."""
-        return {
-            term.name: [
-                ReadTerm(
-                    None, None if one.weight is None else float(one.weight), one.divisor, one.is_counted, one.is_mean
-                )
-                for one in read(term.value)
-            ]
-            for term in self._terms(source, cut, 1)
-            if term.over is None and not term.is_reported
-        }
+        found = dict[str, list[ReadTerm]]()
+        for term in self._terms(source, cut, 1):
+            if term.over is None and not term.is_reported:
+                terms = read(term.value)
+                may_be_0 = len(terms) > 1 or not float(term.value.detach())
+                weights = [None if one.weight is None else float(one.weight) for one in terms]
+                found[term.name] = [
+                    replace(one, node=None, end=None, weight=weight, may_be_0=may_be_0)
+                    for one, weight in zip(terms, weights, strict=True)
+                ]
+        return found
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -728,10 +738,6 @@ def _sum_of(term: ReadTerm, numbers: Mapping[Path, float]) -> TermForm:
     )
 
 
-def _are_counted(forms: Sequence[TermForm]) -> bool:
-    return all(form.counts for form in forms if form.form is Form.MEAN)
-
-
 def _by_graph_alone(term: ReadTerm) -> TermForm:
     if term.weight is None:
         return TermForm(Form.UNCONFIRMED, is_read=False, is_guess=True)
@@ -782,23 +788,10 @@ class _Alone:
         for terms in by_term:
             form = _by_graph_alone(terms[0])
             is_mean = form.form is Form.MEAN and all(one.weight is not None for one in terms)
-            # A divisor of 1 where nothing counts is max(1, n).
-            counts = self._divided_by(terms) if is_mean else {}
+            weights = [abs(float(one.weight or 0.0)) for one in terms]
+            may_be = [one.may_be_0 and _is_divided_by_1(one) for one in terms]
+            counts = _divided_by(weights, self.counts, may_be) if is_mean else {}
             found.append(replace(form, counts=counts, may_be_clamped=bool(counts)))
-        return found
-
-    def _divided_by(self, terms: Sequence[ReadTerm]) -> dict[Count, float]:
-        """Return the counts that all samples may be divided by, or by max(1, n), and what each is multiplied by."""
-        weights, found = [abs(float(one.weight or 0.0)) for one in terms], {}
-        for count in self.counts[0]:
-            numbers = [of_sample.get(count, 0.0) for of_sample in self.counts]
-            each = next((weight / number for weight, number in zip(weights, numbers, strict=True) if number > 0), 1.0)
-            if each and all(
-                _close(number * each, weight, _SAME_WEIGHT * weight)
-                or (not number and each == 1.0 and _is_divided_by_1(term))
-                for number, weight, term in zip(numbers, weights, terms, strict=True)
-            ):
-                found[count] = each
         return found
 
     def _is_constant(self, terms: Sequence[ReadTerm]) -> bool:

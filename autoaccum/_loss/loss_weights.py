@@ -339,8 +339,12 @@ class LossWeights(LossForms):
     def _counted(self, name: str, form: TermForm, window: Window, loss: Tensor | None) -> float:
         """Return what a mean is divided by, as the batch counts it; the least, where it cannot be told."""
         of_counts = _divisors(form, window)
-        if not all(of_counts.values()) and loss is not None and bool(loss.detach().isnan()):
-            return 0.0
+        if not all(of_counts.values()) and loss is not None:
+            value = float(loss.detach())
+            if math.isnan(value):
+                return 0.0
+            # Something counts where a mean is not 0.
+            of_counts = {count: n for count, n in of_counts.items() if n or not value} or of_counts
         if form.is_read and not _are_same(of_counts.values()):
             self.warn(
                 f"what loss {name!r} is divided by could be {_or(of_counts)}, which differ in an evaluation: it "

@@ -181,16 +181,18 @@ class OfRows(nn.Linear):
     def forward(self, inputs, labels):
         if len(inputs) > self.most:
             raise torch.OutOfMemoryError("told to")
-        return {"loss": functional.cross_entropy(super().forward(inputs), labels)}
+        return {"loss": functional.cross_entropy(super().forward(inputs), labels, reduction="sum") / len(labels)}
 
 
 @pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
 @pytest.mark.parametrize("most", [1, 2, 3])
-@pytest.mark.parametrize("first", [[1, 0, 2, 0, 2, 0, 1, 1, 0, 2, 0, 1], [1] * 12])
-def test_count_that_fits_the_samples_of_a_check_by_accident_is_told_from_the_rows_by_others(first, most):
+@pytest.mark.parametrize("first", [[1, 0, 2, 0, 2, 0, 1, 1, 0, 2, 0, 1], [1] * 12, [1, 2, 2] * 4])
+@pytest.mark.parametrize("sizes", [(12, 12), (1, 2, 21)])
+def test_count_that_fits_the_samples_of_a_check_by_accident_is_told_from_the_rows_by_others(sizes, first, most):
     model, inputs = OfRows(most), torch.randn(24, 4, dtype=torch.float64)
     labels = torch.tensor([*first, *[1, 0, 2, 0, 2, 0, 1, 1, 0, 2, 0, 1]])  # of some samples, the sum is their number
-    batches = [{"inputs": inputs[:12], "labels": labels[:12]}, {"inputs": inputs[12:], "labels": labels[12:]}]
+    rows = zip(inputs.split(sizes), labels.split(sizes), strict=True)
+    batches = [{"inputs": one, "labels": other} for one, other in rows]
 
     found = runner_of(model, device=autoaccum.Simulated(MIB)).evaluate(batches)
 
