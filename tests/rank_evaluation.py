@@ -104,6 +104,40 @@ def with_replacement(rank, size):
     return seen.loaded
 
 
+class Masked(nn.Module):
+    """Returns its own mean over the samples that a mask keeps, and runs out of memory for more than a few."""
+
+    def __init__(self, least, most):
+        super().__init__()
+        self.inner, self.least, self.most = rank_training.net(), least, most
+
+    def forward(self, inputs, mask):
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("told to")
+        return {"loss": (self.inner(inputs).square().mean(1) * mask).sum() / mask.sum().clamp(min=self.least)}
+
+
+def masked(rank, size, masks, most, *, least):
+    """Train on a window of what each rank's mask keeps; return the evaluation of all, and what it has to be."""
+    model, inputs = Masked(least, most[rank]), torch.stack([one for one, _ in rank_training.vectors(8 * size)])
+    data = [
+        {"inputs": one, "mask": torch.tensor(kept, dtype=torch.float64)}
+        for one, kept in zip(inputs.split(8), masks, strict=True)
+    ]
+    found = rank_training.train(
+        rank,
+        size,
+        model=model,
+        loss=None,
+        make_loader=lambda rank, *_: data[rank : rank + 1],
+        target_batch=8 * size,
+        val_loader=data[rank : rank + 1],
+    )
+    model.most = 8 * size
+    exact = model(inputs, torch.cat([one["mask"] for one in data]))["loss"]
+    return found["evaluations"][-1][0], exact.item()
+
+
 class Wide(nn.Module):
     """Takes much memory where it evaluates, and next to nothing in training."""
 

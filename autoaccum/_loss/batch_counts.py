@@ -49,14 +49,20 @@ def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) 
     return found
 
 
-def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count]) -> dict[Count, float]:
-    """Return some counts of samples `start` to `stop` (exclusive) of a window."""
+def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:
+    """Return some counts of samples `start` to `stop` (exclusive) of a window, or all."""
     parts = window.parts(start, stop) if window.is_nested else [(window.seen(start, stop), stop - start)]
-    found = dict.fromkeys(wanted, 0.0)
+    found = dict.fromkeys(wanted or (), 0.0)
     for batch, samples in parts:
         for count, number in counts_in(batch, samples, wanted).items():
-            found[count] += number
+            found[count] = found.get(count, 0.0) + number
     return found
+
+
+def has_nothing(window: Window) -> bool:
+    """Whether labels or a mask of a window may let nothing count in it."""
+    counts = counts_of(window, 0, window.samples)
+    return any(way in (LABELS, SHIFTED, SUM, _SHIFTED_SUM) and not number for (way, _), number in counts.items())
 
 
 def _is_mask(tensor: Tensor) -> bool:

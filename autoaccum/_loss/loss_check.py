@@ -110,8 +110,8 @@ def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = 
         return
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     telling = _telling(window, known, start, samples) if number < samples else []
-    unusual = _unusual(window, start, samples, number // 2)
-    rows = list(dict.fromkeys([*unusual[:2], *telling, *unusual[2:], *evenly]))[:number]
+    counting, unusual = _unusual(window, start, samples) if number < samples else ([], [])
+    rows = list(dict.fromkeys([*counting, *telling, *unusual[: max(0, number // 2 - len(counting))], *evenly]))[:number]
     rest = [start + row for row in torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()]
     for _ in range(_MOST_CHOICES):
         # About a third in the first part: losses may need two samples. One part is odd, since they may take pairs.
@@ -124,20 +124,25 @@ def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = 
             return
 
 
-def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
-    """Return samples in which the least and the most is counted, in turn; of labels two in which the most is."""
-    if samples <= most or not window.is_nested:
-        return []
+def _unusual(window: Window, start: int, samples: int) -> tuple[list[int], list[int]]:
+    """Return two samples in which most counts, if not the same counts in all, and those with the least and the most."""
+    if not window.is_nested:
+        return [], []
     rows = range(start, start + samples, max(1, samples // _LOOKED_AT))
     counts = [counts_in(window.cut(row, row + 1), 1) for row in rows]
-    of_labels, found = list[int](), list[int]()
-    for count in (one for one in counts[0] if one[0] != SUM):
-        numbers = [of_row.get(count, 0.0) for of_row in counts]
-        if min(numbers) != max(numbers):
-            found += [rows[numbers.index(min(numbers))], rows[numbers.index(max(numbers))]]
-            if count[0] == LABELS and not of_labels:  # something has to count in both parts
-                of_labels = [rows[at] for at in sorted(range(len(rows)), key=numbers.__getitem__)[-2:]]
-    return list(dict.fromkeys([*of_labels, *found]))[:most]
+    in_all = [count for count in counts[0] if all(count in of_row for of_row in counts)]
+    numbers = {count: [of_row[count] for of_row in counts] for count in in_all}
+    # Something has to count in both parts: labels, or what a mask keeps.
+    masks = [of_rows for (way, _), of_rows in numbers.items() if way in (LABELS, SUM) and not min(of_rows)]
+    labels = next((of_rows for (way, _), of_rows in numbers.items() if way == LABELS), None)
+    in_each = [(sum(mask[at] > 0 for mask in masks), labels and labels[at]) for at in range(len(rows))]
+    by_number = sorted(range(len(rows)), key=in_each.__getitem__)
+    counting = by_number[-2:] if in_each[by_number[0]] != in_each[by_number[-1]] else []
+    found = list[int]()
+    for (way, _), of_rows in numbers.items():
+        if way != SUM and min(of_rows) != max(of_rows):
+            found += [of_rows.index(min(of_rows)), of_rows.index(max(of_rows))]
+    return [rows[at] for at in counting], [rows[at] for at in dict.fromkeys(found)]
 
 
 def _telling(window: Window, forms: Sequence[TermForm], start: int, samples: int) -> list[int]:
@@ -543,7 +548,7 @@ class TrialLosses:
         self._divided_by_1.discard(name)
         if any(_may_be_clamped(term, form) for term, form in zip(run.terms, forms, strict=False)):
             self._open.add(name)
-            forms = self._known(name) or forms
+            forms = self._known(name) or [replace(form, is_guess=form.form is Form.SUM) for form in forms]
             if any(form.form is Form.SUM for form in forms):
                 self._divided_by_1.add(name)
         return forms

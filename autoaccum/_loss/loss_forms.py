@@ -307,7 +307,7 @@ class LossForms:
             self.have_diverged |= have_diverged
             for name, theirs in forms.items():
                 mine = self.forms.get(name, theirs)
-                both = _both(mine, theirs)
+                both = _both(mine, theirs) or _surer(mine, theirs)
                 if both is None:
                     raise InvalidInputError(
                         f"loss {name!r} is put together otherwise on some ranks: {_in_words(mine)}, and "
@@ -331,18 +331,33 @@ def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermFor
     if [one.kind for one in mine] != [one.kind for one in theirs]:
         return None
     pairs = zip(mine, theirs, strict=True)
-    return tuple(replace(one, counts=_of_both(one, its), varying=_varying(one, its)) for one, its in pairs)
+    return tuple(
+        replace(max(one, its, key=_sureness), counts=_of_both(one, its), varying=_varying(one, its))
+        for one, its in pairs
+    )
 
 
-def _of_both(mine: TermForm, theirs: TermForm) -> dict[Count, float]:
+def _surer(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermForm, ...] | None:
+    """Return the terms of the surer ones; None if neither are."""
+    sure, its = (min(map(_sureness, own)) for own in (mine, theirs))
+    return None if sure == its else tuple(mine if sure > its else theirs)
+
+
+def _sureness(form: TermForm) -> int:
+    """Return 2 for what a check has confirmed, 1 for a guess with counts, and 0 for one where nothing counts."""
+    return 2 - form.is_guess - (form.is_guess and not form.counts)
+
+
+def _of_both(mine: TermForm, theirs: TermForm) -> Mapping[Count, float]:
+    if not _sureness(mine) or not _sureness(theirs):
+        return mine.counts or theirs.counts
     return {count: each for count, each in mine.counts.items() if count in theirs.counts}
 
 
 def _varying(mine: TermForm, theirs: TermForm) -> frozenset[Count]:
     """Return the counts that are not the same part of the divisor in both."""
-    found = {
-        count for count, each in _of_both(mine, theirs).items() if abs(each - theirs.counts[count]) > _SAME_SHARE * each
-    }
+    pairs = {count: (each, theirs.counts[count]) for count, each in mine.counts.items() if count in theirs.counts}
+    found = {count for count, (each, its) in pairs.items() if abs(each - its) > _SAME_SHARE * each}
     return mine.varying | theirs.varying | found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from autoaccum._data.nesting import numbers_in
-from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, in_words
+from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, has_nothing, in_words
 from autoaccum._loss.graph_reader import (
     ReadTerm,
     has_only_weights_of_0,
@@ -322,7 +322,8 @@ class LossWeights(LossForms):
             f"loss {name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
             "the evaluation's mean weighs micro-batches by their samples"
         )
-        return float(window.samples)
+        is_nan = loss is not None and bool(loss.detach().isnan())
+        return 0.0 if is_nan and has_nothing(window) else float(window.samples)
 
     def _weight_of_several(self, name: str, window: Window, loss: Tensor | None) -> float:
         """Return by what a loss is weighed whose terms have divisors of their own; 0 where it is NaN."""

@@ -50,6 +50,23 @@ def test_every_rank_evaluates_its_own_loader_where_nothing_is_shared_out(crew):
     assert found[0]["evaluations"][0][2] == 40
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum")
+@pytest.mark.parametrize("least", [0, 1])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [[0] * 8, [1, 0, 0, 1, 1, 0, 0, 1]],
+        [[1, 1, 0, 1, 0, 0, 1, 1], [0] * 8],
+        [[0, 0, 0, 0, 0, 0, 0, 1], [0, 1, 1, 1, 1, 0, 1, 0]],
+    ],
+    ids=["nothing on the first", "nothing on the second", "one on the first"],
+)
+@pytest.mark.parametrize("most", [(2, 2), (1, 2), (8, 3)])
+def test_what_ranks_with_less_could_not_see_of_a_loss_is_taken_from_others(crew, most, masks, least):
+    for found, exact in crew.run("rank_evaluation:masked", masks, most, least=least, size=2):
+        assert found == pytest.approx(exact, rel=1e-9)
+
+
 def test_validation_loaders_of_other_lengths_are_refused_where_each_is_to_have_everything(crew):
     answers = crew.answers("rank_evaluation:with_other_lengths", "in_order", size=3)
 
