@@ -177,9 +177,7 @@ def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Paramet
     else:
         terms = read(loss)
         for one in terms:
-            if one.weight is not None:
-                weight = float(one.weight)
-                one.weight = 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
+            one.weight = _on_the_host(one.weight)
     rows = []
     for number in range(len(terms)) if parameters else ():
         with _only(terms, number):
@@ -189,6 +187,11 @@ def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Paramet
     value = loss.detach().to("cpu", torch.float64)
     gradients = torch.stack(rows) if rows else value.new_zeros(len(terms), 1) if len(terms) > 1 else value.reshape(1, 1)
     return Run(samples, float(value), terms, gradients, counts, numbers_in(batch), is_stated=is_stated)
+
+
+def _on_the_host(weight: Any) -> float | None:
+    """Return a weight that was read as a number: 0 for what is multiplied by 0, which is not there."""
+    return None if weight is None else 0.0 if math.isinf(weight) else float(weight)
 
 
 @contextmanager
@@ -643,10 +646,9 @@ class TrialLosses:
             if term.over is None and not term.is_reported:
                 terms = read(term.value)
                 may_be_0 = len(terms) > 1 or not float(term.value.detach())
-                weights = [None if one.weight is None else float(one.weight) for one in terms]
                 found[term.name] = [
-                    replace(one, node=None, end=None, weight=weight, may_be_0=may_be_0)
-                    for one, weight in zip(terms, weights, strict=True)
+                    replace(one, node=None, end=None, weight=_on_the_host(one.weight), may_be_0=may_be_0)
+                    for one in terms
                 ]
         return found
 
@@ -791,7 +793,8 @@ class _Alone:
                 return sums
         found = []
         for terms in by_term:
-            form = _by_graph_alone(terms[0])
+            # Of a sample in which nothing counts, a graph says little.
+            form = _by_graph_alone(next((one for one in terms if not one.may_be_0), terms[0]))
             is_mean = form.form is Form.MEAN and all(one.weight is not None for one in terms)
             weights = [abs(float(one.weight or 0.0)) for one in terms]
             may_be = [one.may_be_0 and _is_divided_by_1(one) for one in terms]

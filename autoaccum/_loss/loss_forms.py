@@ -191,10 +191,10 @@ class LossForms:
         self.is_checked_now = is_complete or not self.forms.keys() >= found.keys()
         known = {name: all(form.is_guess for form in forms) for name, forms in self.forms.items()}
         self._owes_warning = not is_checked and any(known.get(name, True) for name in found)
-        if not is_checked:  # what is known is narrowed down, if it was not checked either
+        if not is_checked:  # what is known is narrowed down
             for name in found.keys() & known.keys():
                 both = _both(self.forms[name], found[name])
-                if known[name] and both is not None and all(form.counts for form in both):
+                if both is not None and all(form.counts for form in both):
                     self.forms[name] = both
             found = {name: own for name, own in found.items() if name not in known}
         for name, forms in found.items():

@@ -176,15 +176,22 @@ def by_token(outputs, batch):
     return functional.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
 
 
-@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
-@pytest.mark.parametrize("lengths", [[0, 3, 0, 8], [5, 0, 2, 1], [0, 0, 0, 2]])
-def test_mean_over_at_least_one_token_is_exact_where_one_sample_fits_at_once_and_nothing_counts_in_some(lengths):
-    def at_least_one(outputs, batch):
-        return by_token(outputs, batch).sum() / batch["labels"].ne(-100).sum().clamp(min=1)
+def at_least_one(outputs, batch):
+    return by_token(outputs, batch).sum() / batch["labels"].ne(-100).sum().clamp(min=1)
 
+
+def mean_if_any(outputs, batch):
+    tokens = batch["labels"].ne(-100).sum()
+    return by_token(outputs, batch).sum() / tokens if tokens else 0.0 * outputs.sum()
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+@pytest.mark.parametrize("loss", [at_least_one, mean_if_any])
+@pytest.mark.parametrize("lengths", [[0, 3, 0, 8], [5, 0, 2, 1], [0, 0, 0, 2]])
+def test_mean_is_exact_where_one_sample_fits_at_once_and_nothing_counts_in_some(lengths, loss):
     batch = {key: value for key, value in sentences(lengths).items() if key != NAME}
 
-    assert_whole(tagger(), at_least_one, batch, (1, 1, 1, 1), batch, most=1)
+    assert_whole(tagger(), loss, batch, (1, 1, 1, 1), batch, most=1)
 
 
 # Divided by the same in each sample, as by a number of the whole batch, and means all the same.
