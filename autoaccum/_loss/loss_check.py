@@ -791,10 +791,13 @@ class _Alone:
                 for one, terms in zip(sums, by_term, strict=True)
             ):
                 return sums
+        # Of a sample in which nothing counts, a graph says little.
+        telling = max(
+            zip(*by_term, strict=True), key=lambda one: sum(bool(term.weight) - term.may_be_0 for term in one)
+        )
         found = []
-        for terms in by_term:
-            # Of a sample in which nothing counts, a graph says little.
-            form = _by_graph_alone(next((one for one in terms if not one.may_be_0), terms[0]))
+        for terms, one in zip(by_term, telling, strict=True):
+            form = _by_graph_alone(one)
             is_mean = form.form is Form.MEAN and all(one.weight is not None for one in terms)
             weights = [abs(float(one.weight or 0.0)) for one in terms]
             may_be = [one.may_be_0 and _is_divided_by_1(one) for one in terms]

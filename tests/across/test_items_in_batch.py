@@ -194,6 +194,20 @@ def test_mean_is_exact_where_one_sample_fits_at_once_and_nothing_counts_in_some(
     assert_whole(tagger(), loss, batch, (1, 1, 1, 1), batch, most=1)
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+def test_loss_of_two_terms_with_one_divisor_is_reported_whole_where_nothing_counts_in_the_first_of_single_samples():
+    def smoothed(outputs, batch):
+        return functional.cross_entropy(outputs.transpose(1, 2), batch["labels"], label_smoothing=0.1)
+
+    model, batch = tagger(), {key: value for key, value in sentences([0, 3, 1, 8]).items() if key != NAME}
+    expected = smoothed(model(batch["input_ids"]), batch).item()
+    model.register_forward_pre_hook(functools.partial(refuse_more_than, 1), with_kwargs=True)
+
+    report = autoaccum.Accumulator(model, loss=smoothed, device=CPU, precision="fp32", micro_batch=4).backward(batch)
+
+    assert report.loss == pytest.approx(expected, rel=1e-9)
+
+
 # Divided by the same in each sample, as by a number of the whole batch, and means all the same.
 MEANS = {
     "a number is the length": (lambda outputs, batch: by_token(outputs, batch).mean(), {"longest": T}),
