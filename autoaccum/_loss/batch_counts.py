@@ -59,10 +59,14 @@ def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count] | 
     return found
 
 
-def has_nothing(window: Window) -> bool:
-    """Whether labels or a mask of a window may let nothing count in it."""
+def has_no_labels(window: Window) -> bool:
+    """Whether all labels of a window are ignored, or would be if they were shifted by one."""
     counts = counts_of(window, 0, window.samples)
-    return any(way in (LABELS, SHIFTED, SUM, _SHIFTED_SUM) and not number for (way, _), number in counts.items())
+    return any(
+        not number and counts[ELEMENTS, name] > (counts[_ROWS, name] if way == SHIFTED else 0)
+        for (way, name), number in counts.items()
+        if way in (LABELS, SHIFTED)
+    )
 
 
 def _is_mask(tensor: Tensor) -> bool:

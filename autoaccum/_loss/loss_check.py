@@ -111,7 +111,8 @@ def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = 
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     telling = _telling(window, known, start, samples) if number < samples else []
     counting, unusual = _unusual(window, start, samples) if number < samples else ([], [])
-    rows = list(dict.fromkeys([*counting, *telling, *unusual[: max(0, number // 2 - len(counting))], *evenly]))[:number]
+    unusual = unusual[: max(0, number // 2 - len(counting))]
+    rows = list(dict.fromkeys([*counting[:1], *telling, *counting[1:], *unusual, *evenly]))[:number]
     rest = [start + row for row in torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()]
     for _ in range(_MOST_CHOICES):
         # About a third in the first part: losses may need two samples. One part is odd, since they may take pairs.
@@ -137,7 +138,7 @@ def _unusual(window: Window, start: int, samples: int) -> tuple[list[int], list[
     labels = next((of_rows for (way, _), of_rows in numbers.items() if way == LABELS), None)
     in_each = [(sum(mask[at] > 0 for mask in masks), labels and labels[at]) for at in range(len(rows))]
     by_number = sorted(range(len(rows)), key=in_each.__getitem__)
-    counting = by_number[-2:] if in_each[by_number[0]] != in_each[by_number[-1]] else []
+    counting = by_number[:-3:-1] if in_each[by_number[0]] != in_each[by_number[-1]] else []
     found = list[int]()
     for (way, _), of_rows in numbers.items():
         if way != SUM and min(of_rows) != max(of_rows):
@@ -385,7 +386,7 @@ class _Compared:
             is_counted=all(term.is_counted for term in self._terms),
             per_sample=abs(weights[0]) / self._runs[0].samples,
             shares=tuple(one / weights[0] for one in weights[1:]),
-            counts=_divided_by(weights, [run.counts for run in self._runs], [False for _ in weights]),
+            counts=_divided_by(weights, [run.counts for run in self._runs]),
             least=min((one for one in weights[1:] if one > 0), default=math.inf),
             may_be_clamped=may_be or is_clamped,
             is_clamped=is_clamped,
@@ -420,22 +421,22 @@ class _Compared:
 
 
 def _divided_by(
-    weights: Sequence[float], counts: Sequence[Mapping[Count, float]], may_be_clamped: Sequence[bool]
+    weights: Sequence[float], counts: Sequence[Mapping[Count, float]], may_be_clamped: Sequence[bool] = ()
 ) -> dict[Count, float]:
     """Return the counts that runs are divided by, and what each is multiplied by.
 
     Args:
         weights: What each run is divided by.
         counts: What is counted in each.
-        may_be_clamped: Whether each may be divided by max(1, n) of which n is 0.
+        may_be_clamped: Whether each may be divided by max(1, n) of which n is 0; by default none.
     """
-    room = _SAME_WEIGHT * max(map(abs, weights))
+    may_be_clamped = may_be_clamped or [False] * len(weights)
     found: dict[Count, float] = {}
     for count in counts[0]:
         numbers = [of_run.get(count, 0.0) for of_run in counts]
         each = next((weight / number for weight, number in zip(weights, numbers, strict=True) if number > 0), 1.0)
         if each and all(
-            _close(number * each, weight, room) or (may_be and not number and each == 1.0)
+            _close(number * each, weight, _SAME_WEIGHT * abs(weight)) or (may_be and not number and each == 1.0)
             for number, weight, may_be in zip(numbers, weights, may_be_clamped, strict=True)
         ):
             found[count] = each

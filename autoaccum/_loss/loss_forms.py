@@ -14,7 +14,7 @@ from autoaccum._loss.terms import Form, TermForm
 from autoaccum.errors import InvalidInputError, LossWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from autoaccum._data.nesting import Path
     from autoaccum._loss.batch_counts import Count
@@ -229,7 +229,7 @@ class LossForms:
                 "router's balancing loss is not: it counts by samples in each micro-batch, and its gradient may differ "
                 "from the whole batch's"
             )
-        if any(form.is_clamped for form in forms):
+        if any(form.is_clamped and not form.counts for form in forms):
             self.warn_of_clamp(name)
 
     def _refuse_what_is_not_counted(self) -> None:
@@ -315,6 +315,7 @@ class LossForms:
                         "loss_reduction="
                     )
                 self.forms[name] = both
+        self._refuse_what_is_not_counted()
 
 
 def share_a_divisor(forms: Sequence[TermForm]) -> bool:
@@ -330,27 +331,24 @@ def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermFor
     """Return terms with the counts that both found; None if they are of other kinds."""
     if [one.kind for one in mine] != [one.kind for one in theirs]:
         return None
-    pairs = zip(mine, theirs, strict=True)
-    return tuple(
-        replace(max(one, its, key=_sureness), counts=_of_both(one, its), varying=_varying(one, its))
-        for one, its in pairs
-    )
+    pairs = zip(max(mine, theirs, key=_sureness), mine, theirs, strict=True)
+    return tuple(replace(form, counts=_of_both(one, its), varying=_varying(one, its)) for form, one, its in pairs)
 
 
 def _surer(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermForm, ...] | None:
     """Return the terms of the surer ones; None if neither are."""
-    sure, its = (min(map(_sureness, own)) for own in (mine, theirs))
+    sure, its = _sureness(mine), _sureness(theirs)
     return None if sure == its else tuple(mine if sure > its else theirs)
 
 
-def _sureness(form: TermForm) -> int:
-    """Return 2 for what a check has confirmed, 1 for a guess with counts, and 0 for one where nothing counts."""
-    return 2 - form.is_guess - (form.is_guess and not form.counts)
+def _sureness(forms: Iterable[TermForm]) -> int:
+    """Return 2 for what a check has confirmed, 1 for a guess, and 0 for one of samples in which nothing counts."""
+    return min((0 if form.is_of_nothing else 1 if form.is_guess else 2 for form in forms), default=0)
 
 
 def _of_both(mine: TermForm, theirs: TermForm) -> Mapping[Count, float]:
-    if not _sureness(mine) or not _sureness(theirs):
-        return mine.counts or theirs.counts
+    if mine.is_of_nothing != theirs.is_of_nothing:
+        return theirs.counts if mine.is_of_nothing else mine.counts
     return {count: each for count, each in mine.counts.items() if count in theirs.counts}
 
 

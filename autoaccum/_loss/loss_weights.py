@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from autoaccum._data.nesting import numbers_in
-from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, has_nothing, in_words
+from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, has_no_labels, in_words
 from autoaccum._loss.graph_reader import (
     ReadTerm,
     has_only_weights_of_0,
@@ -323,7 +323,7 @@ class LossWeights(LossForms):
             "the evaluation's mean weighs micro-batches by their samples"
         )
         is_nan = loss is not None and bool(loss.detach().isnan())
-        return 0.0 if is_nan and has_nothing(window) else float(window.samples)
+        return 0.0 if is_nan and has_no_labels(window) else float(window.samples)
 
     def _weight_of_several(self, name: str, window: Window, loss: Tensor | None) -> float:
         """Return by what a loss is weighed whose terms have divisors of their own; 0 where it is NaN."""
@@ -502,13 +502,13 @@ class LossWeights(LossForms):
         numbers: list[float] = []
         if window is not None and window.is_on(_HOST):
             numbers = list(_divisors(form, window, start, start + samples).values())
-        may_be_nothing = 0.0 in numbers and not any(_is_same(weight, number) for number in numbers)
-        if is_one and may_be_nothing and not float(loss.detach()):
+        is_counted = any(_is_same(weight, number) for number in numbers)
+        if is_one and 0.0 in numbers and not is_counted and not float(loss.detach()):
             return 0.0
         if is_one and form.is_guess:
-            is_clamped = bool(numbers) and not any(_is_same(weight, number) for number in numbers)
+            is_clamped = bool(numbers) and not is_counted
         elif is_one:
-            is_clamped = not numbers or not all(_is_same(weight, number) for number in numbers)
+            is_clamped = not is_counted or min(numbers) < weight * (1 - _SAME_WEIGHT)
         else:
             # What clamps was not above any divisor of the check; otherwise the count fitted by accident.
             is_clamped = bool(numbers) and weight <= form.least * (1 + _SAME_WEIGHT)

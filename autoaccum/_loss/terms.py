@@ -69,6 +69,11 @@ class TermForm:
         """What must be the same in all windows, and on all ranks."""
         return self.form, self.is_read
 
+    @property
+    def is_of_nothing(self) -> bool:
+        """Whether it is a guess by samples in which nothing counts, or by a graph without a divisor."""
+        return self.is_guess and not self.per_sample
+
 
 @dataclass(slots=True)
 class Term:

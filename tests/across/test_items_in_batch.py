@@ -194,6 +194,19 @@ def test_mean_is_exact_where_one_sample_fits_at_once_and_nothing_counts_in_some(
     assert_whole(tagger(), loss, batch, (1, 1, 1, 1), batch, most=1)
 
 
+@pytest.mark.parametrize("most", [2, 3, None])
+@pytest.mark.parametrize("kept", [[0, 1, 1, 1, 0, 0], [0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1]])
+def test_mean_over_at_least_one_sample_that_a_mask_keeps_is_exact_and_warned_of_nowhere(kept, most):
+    def masked(outputs, batch):
+        mask = batch["mask"]
+        return (outputs.square().mean((1, 2)) * mask).sum() / mask.sum().clamp(min=1)
+
+    batch = {key: value for key, value in sentences([1, 2, 3, 0, 5, 1]).items() if key != NAME}
+    batch["mask"] = torch.tensor(kept, dtype=torch.float64)
+
+    assert_whole(tagger(), masked, batch, (2, 2, 2) if most != 3 else (3, 3), batch, most=most)
+
+
 @pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
 def test_loss_of_two_terms_with_one_divisor_is_reported_whole_where_nothing_counts_in_the_first_of_single_samples():
     def smoothed(outputs, batch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import operator
 import random
 
@@ -157,6 +158,9 @@ def test_batch_without_labels_adds_nothing_where_the_weights_of_classes_are_no_c
     *some, none = [{"inputs": inputs, "labels": labels} for inputs, labels in batches]
 
     assert runner.evaluate([*some, none]) == pytest.approx(runner.evaluate(some), rel=1e-12)
+
+    some[0]["inputs"][0] = torch.nan
+    assert math.isnan(runner.evaluate(some))
 
 
 def test_terms_of_one_loss_with_divisors_of_their_own_are_weighed_by_one_of_these_with_a_warning():
