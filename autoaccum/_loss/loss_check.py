@@ -111,7 +111,7 @@ def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = 
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     telling = _telling(window, known, start, samples) if number < samples else []
     counting, unusual = _unusual(window, start, samples) if number < samples else ([], [])
-    unusual = unusual[: max(0, number // 2 - len(counting))]
+    unusual = unusual[: max(0, number // 2 - len(counting[1:]))]
     rows = list(dict.fromkeys([*counting[:1], *telling, *counting[1:], *unusual, *evenly]))[:number]
     rest = [start + row for row in torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()]
     for _ in range(_MOST_CHOICES):
@@ -126,7 +126,7 @@ def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = 
 
 
 def _unusual(window: Window, start: int, samples: int) -> tuple[list[int], list[int]]:
-    """Return two samples in which most counts, if not the same counts in all, and those with the least and the most."""
+    """Return samples of unlike counts: two in which most counts and one with the least; the least and most of each."""
     if not window.is_nested:
         return [], []
     rows = range(start, start + samples, max(1, samples // _LOOKED_AT))
@@ -138,7 +138,7 @@ def _unusual(window: Window, start: int, samples: int) -> tuple[list[int], list[
     labels = next((of_rows for (way, _), of_rows in numbers.items() if way == LABELS), None)
     in_each = [(sum(mask[at] > 0 for mask in masks), labels and labels[at]) for at in range(len(rows))]
     by_number = sorted(range(len(rows)), key=in_each.__getitem__)
-    counting = by_number[:-3:-1] if in_each[by_number[0]] != in_each[by_number[-1]] else []
+    counting = [*by_number[:-3:-1], by_number[0]] if in_each[by_number[0]] != in_each[by_number[-1]] else []
     found = list[int]()
     for (way, _), of_rows in numbers.items():
         if way != SUM and min(of_rows) != max(of_rows):

@@ -494,7 +494,7 @@ class LossWeights(LossForms):
         if term.divisor is None and is_mean_over_classes(term.end):  # which torch counts, and nothing else divides
             return weight
         of_samples = samples * form.counts.get(SAMPLES, 0.0)
-        is_one = form.may_be_clamped and term.divisor == 1.0 and not _is_same(weight, of_samples)
+        is_one = form.may_be_clamped and term.divisor == 1.0
         window, start = (self.window, self.start) if of is None else (of, 0)
         is_unknown = of is not None or window is None or not self.is_checked_now or self.is_trusted or not form.counts
         if not is_one and is_unknown:
@@ -505,7 +505,9 @@ class LossWeights(LossForms):
         is_counted = any(_is_same(weight, number) for number in numbers)
         if is_one and 0.0 in numbers and not is_counted and not float(loss.detach()):
             return 0.0
-        if is_one and form.is_guess:
+        if is_one and _is_same(weight, of_samples):  # otherwise than in guesses, of which that was said
+            is_clamped = not form.is_guess and 0.0 in numbers and not float(loss.detach())
+        elif is_one and form.is_guess:
             is_clamped = bool(numbers) and not is_counted
         elif is_one:
             is_clamped = not is_counted or min(numbers) < weight * (1 - _SAME_WEIGHT)

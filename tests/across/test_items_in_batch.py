@@ -194,17 +194,29 @@ def test_mean_is_exact_where_one_sample_fits_at_once_and_nothing_counts_in_some(
     assert_whole(tagger(), loss, batch, (1, 1, 1, 1), batch, most=1)
 
 
-@pytest.mark.parametrize("most", [2, 3, None])
-@pytest.mark.parametrize("kept", [[0, 1, 1, 1, 0, 0], [0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1]])
-def test_mean_over_at_least_one_sample_that_a_mask_keeps_is_exact_and_warned_of_nowhere(kept, most):
-    def masked(outputs, batch):
-        mask = batch["mask"]
-        return (outputs.square().mean((1, 2)) * mask).sum() / mask.sum().clamp(min=1)
+def masked(outputs, batch):
+    return (outputs.square().mean((1, 2)) * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
 
+
+def sentences_kept_by(mask):
     batch = {key: value for key, value in sentences([1, 2, 3, 0, 5, 1]).items() if key != NAME}
-    batch["mask"] = torch.tensor(kept, dtype=torch.float64)
+    return batch | {"mask": torch.tensor(mask, dtype=torch.float64)}
 
-    assert_whole(tagger(), masked, batch, (2, 2, 2) if most != 3 else (3, 3), batch, most=most)
+
+@pytest.mark.parametrize(("sizes", "most"), [((2, 2, 2), 2), ((3, 3), 3), ((2, 2, 2), None), ((1, 2, 1, 2), None)])
+@pytest.mark.parametrize("mask", [[0, 1, 1, 1, 0, 0], [0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1], [1, 1, 0, 0, 1, 1]])
+def test_mean_over_at_least_one_sample_that_a_mask_keeps_is_exact_and_warned_of_nowhere(mask, sizes, most):
+    batch = sentences_kept_by(mask)
+
+    assert_whole(tagger(), masked, batch, sizes, batch, most=most)
+
+
+def test_sample_alone_that_a_mask_leaves_out_is_warned_of_where_the_two_of_a_check_do_not_tell_the_mask_from_samples():
+    model = tagger()
+    model.register_forward_pre_hook(functools.partial(refuse_more_than, 3), with_kwargs=True)
+
+    with pytest.warns(autoaccum.errors.LossWarning, match=r"as max\(1, n\) does where n is 0"):
+        cut_gradient(model, masked, sentences_kept_by([1, 1, 0, 0, 1, 1]), (3, 1, 2))
 
 
 @pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
