@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -383,7 +384,8 @@ def _saved(node: Any, name: str) -> Any:
 
 def _refuse_hooks(raw: Any) -> None:
     try:
-        raw.register_hooks(_same, _same)  # refused where there are hooks
+        with _disable_current_modes():  # in which the hooks would get no tensor
+            raw.register_hooks(_same, _same)  # refused where there are hooks
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
