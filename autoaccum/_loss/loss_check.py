@@ -126,7 +126,7 @@ def choices(window: Window, most: int, larger: int, known: Sequence[TermForm] = 
 
 
 def _unusual(window: Window, start: int, samples: int) -> tuple[list[int], list[int]]:
-    """Return samples of unlike counts: two in which most counts and one with the least; the least and most of each."""
+    """Return two samples in which most counts and one with the least; then the least and most of each count."""
     if not window.is_nested:
         return [], []
     rows = range(start, start + samples, max(1, samples // _LOOKED_AT))

@@ -336,13 +336,13 @@ def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermFor
 
 
 def _surer(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermForm, ...] | None:
-    """Return the terms of the surer ones; None if neither are."""
+    """Return those forms of a loss that are better known; None if both are known as well."""
     sure, its = _sureness(mine), _sureness(theirs)
     return None if sure == its else tuple(mine if sure > its else theirs)
 
 
 def _sureness(forms: Iterable[TermForm]) -> int:
-    """Return 2 for what a check has confirmed, 1 for a guess, and 0 for one of samples in which nothing counts."""
+    """Return 2 for forms that a check has confirmed, 1 for guesses, 0 for those by samples in which nothing counts."""
     return min((0 if form.is_of_nothing else 1 if form.is_guess else 2 for form in forms), default=0)
 
 

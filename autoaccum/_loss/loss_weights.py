@@ -505,7 +505,7 @@ class LossWeights(LossForms):
         is_counted = any(_is_same(weight, number) for number in numbers)
         if is_one and 0.0 in numbers and not is_counted and not float(loss.detach()):
             return 0.0
-        if is_one and _is_same(weight, of_samples):  # otherwise than in guesses, of which that was said
+        if is_one and _is_same(weight, of_samples):  # a guess was warned of before
             is_clamped = not form.is_guess and 0.0 in numbers and not float(loss.detach())
         elif is_one and form.is_guess:
             is_clamped = bool(numbers) and not is_counted
