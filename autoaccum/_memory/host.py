@@ -63,7 +63,7 @@ _RESERVE = 20
 # A measured peak may be above the limit by one part in so many: two windows of the same sizes differ by less.
 _TOLERANCE = 32
 # The names of glibc's options (malloc.h), the values that glibc begins with and reaches by itself, and the largest.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _FIRST_THRESHOLD_BYTES, _LAST_THRESHOLD_BYTES, _NEVER_BYTES = 128 * 1024, 32 * 1024 * 1024, 2**31 - 1
 # The limit over the largest block that may stay with the heap while something is measured. Larger ones are mappings,
 # of which the kernel allows 65,530 to a process.
@@ -226,6 +226,8 @@ class Host(MemoryBackend):
         glibc's thresholds change for the whole process, also without a limit. Afterwards they are the largest that
         glibc reaches by itself.
         """
+        if self.has_own_limit:
+            _keep_to_one_arena()
         if limit_bytes is not None:
             self.check_limit(limit_bytes)
             for _, bound, held in process_limits():
@@ -459,6 +461,17 @@ def _set_thresholds(mapped_bytes: int, trimmed_bytes: int) -> None:
     if libc is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, mapped_bytes)
         libc.mallopt(_M_TRIM_THRESHOLD, trimmed_bytes)
+
+
+def _keep_to_one_arena() -> None:
+    """Keep malloc to the heap of the process, for good: glibc does not take it back.
+
+    Where an allocation fails, glibc moves the thread to another arena. What is freed there counts towards limits of the
+    process until its end, so each failure would leave less room.
+    """
+    libc = _libc()
+    if libc is not None:
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _anonymous() -> int:

@@ -65,7 +65,8 @@ def test_batch_of_which_one_sample_fits_at_once_keeps_its_loss(tmp_path, name, o
 
     ours = trained(cut(micro_batch="auto"), tmp_path, name, model=model, **options)
 
-    assert_same(ours, trained(Trainer, tmp_path, name, **options))
+    rounding = 1e-7 if options else 1e-12  # Transformers sums what it smooths in single precision
+    assert_same(ours, trained(Trainer, tmp_path, name, **options), rounding)
 
 
 def alone(module, inputs, named):

@@ -404,6 +404,26 @@ def check_limit_of_the_process(host, torch):
     return {"size": max(sizes), "steps": len(sizes), "failures": trials.count(False)}
 
 
+def check_room_after_failures(host, torch):
+    """Let a large allocation fail, then fill a limit of the process with small ones, and free all."""
+    old = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + 64 * _MIB, old[1]))
+    try:
+        with host.limited(None):
+            before = host.reading().free_bytes
+            for block in (128 * _MIB, 96 * 1024):
+                blocks = []
+                try:
+                    while True:
+                        blocks.append(torch.empty(block, dtype=torch.uint8))
+                except RuntimeError:
+                    del blocks
+                    host.release()
+            return {"before": before, "after": host.reading().free_bytes}
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, old)
+
+
 def main(names):
     import torch
 
