@@ -454,9 +454,9 @@ class Engine:
     # --- what is reported ---------------------------------------------------------------------------------------------
 
     def _tell_of_batches_apart(self, window: Window) -> None:
-        """Report once if batches that cannot be joined keep micro-batches smaller than the plan."""
+        """Report once if batches that cannot be joined, not a short window, keep micro-batches small."""
         largest, planned = max(window.groups()), self.sizing.plan.micro_batch
-        if len(window.groups()) > 1 and largest < planned and not self.sizing.is_learning:
+        if largest < planned <= window.samples and not self.sizing.is_learning:
             self._notices.say(
                 f"the loader's batches differ in shape and cannot be joined, so micro-batches hold {largest} samples "
                 f"at most, and not {planned} as planned; larger batches of the loader would fill them, or lists of "

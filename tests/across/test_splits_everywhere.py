@@ -83,6 +83,8 @@ def test_batches_that_keep_micro_batches_small_are_told_once(capsys):
     assert "ListOfSamples" in said
     assert fit(loader, 4) == []
     assert fit([loader[0]] * 4, 8) == []
+    of_the_end = [(inputs[:3], targets[:3]) for inputs, targets in loader[1:3]]
+    assert fit([loader[0], loader[0], *of_the_end], 8) == []
 
 
 def test_ranks_weigh_their_parts_by_the_split(crew):
