@@ -454,7 +454,7 @@ class Engine:
     # --- what is reported ---------------------------------------------------------------------------------------------
 
     def _tell_of_batches_apart(self, window: Window) -> None:
-        """Report once if batches that cannot be joined, not a short window, keep micro-batches small."""
+        """Report once if micro-batches are smaller than the plan because batches cannot be joined."""
         largest, planned = max(window.groups()), self.sizing.plan.micro_batch
         if largest < planned <= window.samples and not self.sizing.is_learning:
             self._notices.say(

@@ -464,10 +464,10 @@ def _set_thresholds(mapped_bytes: int, trimmed_bytes: int) -> None:
 
 
 def _keep_to_one_arena() -> None:
-    """Keep malloc to the heap of the process, for good: glibc does not take it back.
+    """Keep malloc to the first arena until the process ends, since glibc does not take it back.
 
-    Where an allocation fails, glibc moves the thread to another arena. What is freed there counts towards limits of the
-    process until its end, so each failure would leave less room.
+    Where an allocation fails, glibc moves the thread to another arena. Memory that is freed there still counts towards
+    limits of the process, so each failure would leave less room.
     """
     libc = _libc()
     if libc is not None:
