@@ -65,6 +65,8 @@ _TOLERANCE = 32
 # The names of glibc's options (malloc.h), the values that glibc begins with and reaches by itself, and the largest.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _FIRST_THRESHOLD_BYTES, _LAST_THRESHOLD_BYTES, _NEVER_BYTES = 128 * 1024, 32 * 1024 * 1024, 2**31 - 1
+# Up to which size glibc keeps freed blocks for a thread, and more than it keeps of each (7 by default).
+_LAST_CACHED_BYTES, _CACHED_BLOCKS = 1040, 16
 # The limit over the largest block that may stay with the heap while something is measured. Larger ones are mappings,
 # of which the kernel allows 65,530 to a process.
 _BLOCKS_OF_LIMIT = 4096
@@ -347,6 +349,8 @@ class Host(MemoryBackend):
         if self._room_bytes is not None:
             self._may_keep &= self._gives_back is not False  # what is kept has left too little
             self._give_back(True, self._room_bytes)
+        if self.has_own_limit:
+            _empty_thread_cache()
         self.trim()
         if next(process_limits(), None) is not None and _can_map(_CONVOLUTION_ROOM_BYTES):
             self._check_onednn()
@@ -474,6 +478,22 @@ def _keep_to_one_arena() -> None:
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
+def _empty_thread_cache() -> None:
+    """Have glibc free the small blocks that it keeps for this thread, of which each counts as used.
+
+    One of them at the heap's end, where the last allocations before a failure lie, keeps all that is free below it. So
+    all are taken, with as many more, which fill the cache in their place when they are freed first. Those lie lower,
+    in what is free. Other threads keep theirs.
+    """
+    libc = _libc()
+    if libc is None:
+        return
+    for size in range(24, _LAST_CACHED_BYTES, 16):
+        blocks = [libc.malloc(size) for _ in range(2 * _CACHED_BLOCKS)]
+        for block in reversed(blocks):
+            libc.free(ctypes.c_void_p(block))
+
+
 def _anonymous() -> int:
     """Return the resident memory without file pages, or all of it if the system does not tell them apart."""
     anonymous = _linux.status_bytes("RssAnon")
@@ -549,4 +569,7 @@ def _free_mkl_buffers() -> Callable[[], object]:
 def _libc() -> ctypes.CDLL | None:
     """Return glibc; None where the C library is another."""
     library = ctypes.CDLL(None) if resource is not None else None
-    return library if hasattr(library, "malloc_trim") else None
+    if library is None or not hasattr(library, "malloc_trim"):
+        return None
+    library.malloc.restype = ctypes.c_void_p
+    return library
