@@ -72,6 +72,7 @@ class OptimizerSteps:
         self._last: tuple[bool, ...] = ()  # which parameters have a gradient
         self._ever: tuple[bool, ...] = ()  # which have had one
         self.has_new_gradients = False
+        self._undone: dict[int, int] = {}  # by ids of tensors: how far undone steps have moved their version counters
         self.made = 0
         self.use(optimizer)
 
@@ -128,6 +129,11 @@ class OptimizerSteps:
         """Release the preparations for a step."""
         self._copy = None
 
+    def take_undone(self) -> dict[int, int]:
+        """Return once by id of each tensor how far the version counters have moved in a step that was undone."""
+        undone, self._undone = self._undone, {}
+        return undone
+
     def unscale_and_clip(self, correction: float | Tensor = 1.0) -> Tensor | None:
         """Multiply the gradients by a correction, unscale and clip them if asked to; return their norm."""
         if not isinstance(correction, float) or correction != 1.0:
@@ -179,6 +185,7 @@ class OptimizerSteps:
                     "the optimizer, or a hook on its step, failed after it had begun to write, so the parameters are "
                     f"part old, part new ({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"
                 ) from error
+            self._undone = {} if copy is None else copy.writes()
             raise
         self.made, self._copy = coming, None
         if copy is not None and watch is not None and not is_skipped:
@@ -280,6 +287,10 @@ class OptimizerCopy:
         if self._scaler is not None and self._scaler_state is not None:
             self._scaler.load_state_dict(self._scaler_state)
         return True
+
+    def writes(self) -> dict[int, int]:
+        """Return by id of each tensor how far its version counter has moved since the copy."""
+        return {id(tensor): tensor._version - version for tensor, version, _ in self._copies}
 
     def was_written_unseen(self) -> bool:
         """Whether a parameter has changed without its version counter, as by `parameter.data.add_(...)`."""

@@ -22,7 +22,7 @@ from autoaccum._loss.closures import used_by
 from autoaccum._oom import is_oom, let_go
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 _VERSION = attrgetter("_version")
 _VALUES = methodcaller("values")
@@ -155,13 +155,13 @@ class Savepoint:
                     table[name] = tensor
             writes = {key: _write(tensor, copy) for key, tensor, copy in self._copies()}
         if self._parent is not None and self._parent._arranged is not None:
-            self._parent._expect(writes)
+            self._parent.expect(writes)
         for attributes, counted in self._counted:
             _put_back(attributes, counted)
         self.random.put_back()
 
-    def _expect(self, writes: dict[Any, int]) -> None:
-        """Take these writes, by key how often a version counter moved, for no change."""
+    def expect(self, writes: Mapping[Any, int]) -> None:
+        """Take these writes, by key (a parameter's id) how often a version counter moved, for no change."""
         now = zip(self._watched, self._versions, strict=True)
         self._versions = [version + writes.get(key, 0) for (key, _), version in now]
 

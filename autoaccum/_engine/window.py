@@ -42,7 +42,7 @@ from autoaccum._records import DeviceScalar
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import signals
-from autoaccum.errors import DoesNotFitError, StateDamagedError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -66,6 +66,8 @@ _TRIES = 2
 _TRIES_TO_WEIGH = 4
 # Seconds from which saving the random state of Python and NumPy, which takes 42 microseconds, is not worth leaving out.
 _LONG_S = 0.05
+# What torch, and models that check their inputs, raise for numbers of samples that they do not take.
+_OF_SHAPES = (RuntimeError, IndexError, ValueError, AssertionError)
 # What BatchNorm says of a single value per channel.
 _REFUSES_ONE = "Expected more than 1 value per channel"
 
@@ -337,6 +339,8 @@ class Engine:
             step.abandon()
             if self._is_saved:
                 self._savepoint.restore()
+                if step.optimizer_steps is not None:
+                    self._savepoint.expect(step.optimizer_steps.take_undone())
             if self._is_steady:  # which does not keep it up to date
                 self.sizing.start = at.done
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
@@ -407,19 +411,19 @@ class Engine:
             self._step.objective.check_anew()
         if damage := self._damage():
             error.add_note(f"autoaccum: it came after {damage}")
-        if isinstance(error, ValueError):
-            self._explain_refused_sample(error, size, sizes)
+        if isinstance(error, ValueError) and self._explain_refused_sample(error, size, sizes):
+            return
         is_of_size = phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and size < self._window.samples
-        if is_of_size and isinstance(error, (RuntimeError, IndexError)):  # such as torch raises for shapes
+        if is_of_size and isinstance(error, _OF_SHAPES) and not isinstance(error, AutoaccumError):
             error.add_note(
                 f"autoaccum: it came in a micro-batch of {size} of the window's {self._window.samples} samples; if "
                 "more do not raise it, write the model and the loss for any number of samples (squeeze(-1) for "
-                "squeeze(), which takes away the dimension of a single sample), or pass a micro_batch= that divides "
-                "the batch into sizes that work"
+                "squeeze(), which takes away the dimension of a single sample), pass a micro_batch= that divides "
+                "the batch into sizes that work, or a split= that keeps rows together which belong together"
             )
 
-    def _explain_refused_sample(self, error: ValueError, size: int | None, sizes: tuple[int, ...]) -> None:
-        """Explain that a layer, mostly BatchNorm, refuses a single sample.
+    def _explain_refused_sample(self, error: ValueError, size: int | None, sizes: tuple[int, ...]) -> bool:
+        """Return whether a layer, mostly BatchNorm, refuses a single sample, and explain it.
 
         Raises:
             DoesNotFitError: A single sample was used only because more ran out of memory, in this window or before.
@@ -434,6 +438,7 @@ class Engine:
                 "BatchNorm takes its statistics of more; another micro_batch avoids it, and of a short last window "
                 "drop_last=True (of fit, autoaccum.windows or the DataLoader)"
             )
+        return refuses_one
 
     # --- what ranks do with a window ----------------------------------------------------------------------------------
 

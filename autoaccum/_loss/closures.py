@@ -58,7 +58,7 @@ def used_by(functions: Iterable[Any], *, depth: int = 2) -> list[Any]:
             for one in (value, *_inside(value)):
                 if id(one) not in found:
                     found[id(one)] = one
-                    if depth and inspect.isfunction(one) and not one.__module__.startswith("torch."):
+                    if depth and inspect.isfunction(one) and not _module_of(one).startswith("torch."):
                         found |= {id(its): its for its in used_by([one], depth=depth - 1)}
     return list(found.values())
 
@@ -78,6 +78,10 @@ def _referred(function: object) -> Iterator[Any]:
         yield from _free_variables(function)
         yield from function.__defaults__ or ()
         yield from (function.__kwdefaults__ or {}).values()
+
+
+def _module_of(function: types.FunctionType) -> str:
+    return function.__module__ or ""  # None where a namespace that code was run in has no name
 
 
 def _free_variables(function: types.FunctionType) -> Iterator[Any]:

@@ -374,7 +374,7 @@ def _saved(node: Any, name: str) -> Any:
         except AttributeError:  # torch < 2.10
             _refuse_hooks(raw)
         else:
-            if hook is not None and not getattr(hook, "__module__", "").startswith(_ONLY_MOVE):
+            if hook is not None and not (getattr(hook, "__module__", None) or "").startswith(_ONLY_MOVE):
                 raise _UnreadError
     try:
         return getattr(node, name)

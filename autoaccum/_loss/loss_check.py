@@ -25,7 +25,7 @@ from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import LABELS, SUM, counts_in, counts_of
 from autoaccum._loss.graph_reader import ReadTerm, leaves_of, nodes_of, read, stopped
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import AutoaccumError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -513,7 +513,7 @@ class TrialLosses:
 
     def _try(self, source: _Pass, sample: Window, first: int) -> None:
         """Find the terms of one source's losses that are not confirmed yet."""
-        whole = self._runs(source, sample, 0, sample.samples)
+        whole = self._whole(source, sample)
         if self.weights.is_trusted:  # as `loss=None` shows only now
             self._try_model(source, whole, sample, first)
             return
@@ -585,6 +585,8 @@ class TrialLosses:
 
     def _try_model(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> None:
         """Look whether a model compares samples, whose loss is one of torch."""
+        if not whole:
+            return
         try:
             halves = self._halves(source, whole, sample, first)
         except InvalidInputError:
@@ -682,12 +684,27 @@ class TrialLosses:
             return [self._part(source, sample, *ends) for ends in pairwise((0, first, 2 * first, sample.samples))]
         return [self._part(source, sample, *ends) for ends in ((0, first - 1), (first - 1, sample.samples))]
 
+    def _whole(self, source: _Pass, sample: Window) -> dict[str, Run]:
+        """Return the losses of all samples; none if a model does not take so many, and needs no check."""
+        try:
+            return self._runs(source, sample, 0, sample.samples)
+        except Exception as error:
+            if _is_lack(error) or isinstance(error, AutoaccumError):
+                raise
+            if self.weights.is_trusted:
+                return {}
+            error.add_note(
+                f"autoaccum: it came when the loss was tried on {sample.samples} samples, to learn how micro-batches "
+                "are weighed; if the model takes only certain numbers of samples, pass loss_reduction='mean' or 'sum', "
+                "which leaves this out, and a micro_batch= of such a number"
+            )
+            raise
+
     def _part(self, source: _Pass, sample: Window, start: int, stop: int) -> dict[str, Run]:
         try:
             return self._runs(source, sample, start, stop)
         except Exception as error:
-            is_lack = _oom.is_oom(error) or _oom.is_too_large(error) or _oom.is_device_lost(error)
-            if is_lack or isinstance(error, InvalidInputError):
+            if _is_lack(error) or isinstance(error, InvalidInputError):
                 raise
             raise InvalidInputError(
                 f"the loss could be computed for {sample.samples} samples, and not for {stop - start} of them "
@@ -715,6 +732,10 @@ class TrialLosses:
         batch = copied(self.place(cut))
         with self.autocast():
             return source(batch, samples)[0]
+
+
+def _is_lack(error: Exception) -> bool:
+    return _oom.is_oom(error) or _oom.is_too_large(error) or _oom.is_device_lost(error)
 
 
 def _part_of(name: str, run: Run, part: Mapping[str, Run], samples: int) -> Run:

@@ -81,6 +81,37 @@ def test_first_step_is_taken_back_wherever_it_fails(foreach):
     assert counted.count > 20
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_step_for_newly_trained_layers_is_undone_wherever_memory_runs_out(foreach):
+    def run(*points):
+        torch.manual_seed(0)
+        model, fault = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), FailAt(*points)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+        runner, make, window = (
+            runner_of(model, optimizer, 12, 6),
+            optimizer.step,
+            (torch.rand(12, 6), torch.arange(12) % 3),
+        )
+        for _ in range(2):  # the first two windows are checked
+            runner.step(window)
+
+        def step():
+            with contextlib.nullcontext() if fault.hits else fault:
+                make()
+
+        optimizer.step = step
+        model[0].requires_grad_(True)
+        report = runner.step(window)
+        return fault, report.oom_events, state_of(model, optimizer)
+
+    counted, _, expected = run()
+
+    for point in range(1, counted.count + 1):
+        fault, failures, found = run(point)
+        assert (fault.hits, failures, differences(found, expected)) == (1, 1, [])
+
+
 def test_reservation_that_cannot_be_had_leaves_everything_as_it_was():
     class Short(autoaccum.Simulated):
         is_short = False

@@ -96,6 +96,74 @@ def test_a_model_that_takes_no_parts_of_a_check_is_trained_with_a_loss_of_torch(
     assert not report.warnings
 
 
+class OnlyFour(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 4)
+
+    def forward(self, inputs):
+        return super().forward(inputs).view(4, 4)
+
+
+def test_a_model_of_fixed_size_is_trained_in_it_with_a_loss_of_torch():
+    model, (inputs, targets) = OnlyFour().double(), pair()
+    weight, bias = model.weight.detach().clone().requires_grad_(), model.bias.detach().clone()
+    functional.mse_loss(functional.linear(inputs, weight, bias), targets).backward()
+    optimizer, plan = torch.optim.SGD(model.parameters(), lr=1.0), autoaccum.plan(12, 4)
+
+    autoaccum.Runner(model, optimizer, plan, loss=nn.MSELoss()).step((inputs, targets))
+
+    assert torch.allclose(model.weight, weight - weight.grad)
+
+
+@pytest.mark.parametrize("stated", [{}, {"loss_reduction": "mean"}])
+def test_a_check_that_a_model_of_fixed_size_refuses_says_how_to_train_it(stated):
+    model, loss = OnlyFour().double(), lambda outputs, targets: (outputs - targets).square().mean()
+    optimizer, plan = torch.optim.SGD(model.parameters(), lr=1.0), autoaccum.plan(12, 4)
+    runner = autoaccum.Runner(model, optimizer, plan, loss=loss, **stated)
+
+    if stated:
+        assert runner.step(pair()).micro_batches == (4, 4, 4)
+        return
+    with pytest.raises(RuntimeError, match="shape") as caught:
+        runner.step(pair())
+    assert "loss_reduction='mean' or 'sum'" in caught.value.__notes__[0]
+    assert "micro_batch=" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [AssertionError, ValueError, RuntimeError])
+def test_error_of_a_closure_that_takes_even_sizes_names_the_size_and_the_remedies(error):
+    model = nn.Linear(6, 4).double()
+
+    def closure(batch):
+        if len(batch[0]) % 2:
+            raise error("the batch size should be even")
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    accumulator = autoaccum.Accumulator(model, closure=closure, micro_batch=4)
+
+    with pytest.raises(error, match="even") as caught:
+        accumulator.backward((torch.randn(10, 6).double(), torch.randn(10, 4).double()))
+    (note,) = caught.value.__notes__
+    assert "in a micro-batch of 3 of the window's 10 samples" in note
+    assert "split=" in note
+
+
+def test_closure_of_a_namespace_without_a_name_is_trained():
+    made = {"torch": torch}
+    code = """
+model = torch.nn.Linear(6, 4).double()
+def noisy(inputs):
+    return inputs + torch.randn_like(inputs)
+def closure(batch):
+    return (model(noisy(batch[0])) - batch[1]).square().mean()
+"""
+    exec(code, made)  # noqa: S102 - as configurations are run
+
+    report = autoaccum.Accumulator(made["model"], closure=made["closure"], micro_batch=3).backward(pair())
+
+    assert report.micro_batches == (3, 3, 3, 3)
+
+
 def test_a_check_that_does_not_fit_is_left_out_with_a_loss_of_torch():
     class Full(Between):
         def forward(self, inputs):
