@@ -121,7 +121,7 @@ REPORT = Report(
     measured=MEASURED,
     predicted=(predicted(), predicted("rtx-3070", 8 * GIB, 180, (128, 128))),
     warnings=("BatchNorm: 20 layers in training mode normalise by each micro-batch's own mean and variance.",),
-    notes=("optimizer: AdamW(lr=1e-3) (optimizer=None)",),
+    notes=("AdamW(lr=1e-3) (optimizer=)",),
     remedies=REMEDIES,
     remedies_on="l4",
 )

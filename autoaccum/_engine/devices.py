@@ -47,7 +47,7 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
 def _chosen(model: nn.Module, notices: Notices) -> torch.device:
     at_home = next(model.parameters(), torch.empty(0)).device
     chosen = at_home if at_home.type not in ("cpu", "meta") else _own_accelerator() or torch.device("cpu")
-    notices.say(f"device: {chosen}")
+    notices.choose(f"device {chosen}", "device=")
     return chosen
 
 

@@ -135,9 +135,9 @@ def _named(name: str | None, trainable: list[nn.Parameter], notices: Notices) ->
     if name is not None:
         check_choice("optimizer", name, NAMES)
     if name == "sgd":
-        notices.say("optimizer: SGD(lr=0.01, momentum=0.9) (optimizer='sgd')")
+        notices.choose("SGD(lr=0.01, momentum=0.9)", "optimizer=")
         return torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
-    notices.say(f"optimizer: AdamW(lr=1e-3) (optimizer={name!r})")
+    notices.choose("AdamW(lr=1e-3)", "optimizer=")
     return torch.optim.AdamW(trainable, lr=1e-3)
 
 

@@ -57,11 +57,11 @@ def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices)
     own = own_half_type(model)
     if own is not None:
         # Casting and scaling are for fp32 parameters: a scaler rejects fp16 gradients.
-        notices.say(f"precision: {own}, in which the model's parameters are already")
+        notices.choose(f"precision {own}", "as the model's parameters have it")
         return Precision(own, device, autocasts=False)
     if name == "auto":
         name = _best_for(device)
-        notices.say(f"precision: {name} on {device.type} (precision='auto')")
+        notices.choose(f"precision {name}", "precision=")
     return Precision(name, device)
 
 

@@ -339,6 +339,7 @@ class Objective:
     def _own_or_default(self, outputs: Any, batch: Any) -> Any:
         own = _own_loss(outputs)
         if own is not None:
+            self._notices.choose("the model's own loss", "loss=")
             if self.weights.is_trusted:
                 is_one = isinstance(own, Tensor) and is_pair(batch) and getattr(batch[1], "shape", ())[:1] == (1,)
                 if is_one and self._chosen_in is self.model.training:
@@ -361,7 +362,7 @@ class Objective:
         if not self.weights.knows_all:
             self.weights.trust(TOTAL, of_torch(loss))
             self._chosen_in = self.model.training
-        self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
+        self._notices.choose(f"{loss.__name__} for {batch[1].dtype} targets", "loss=")
         return value
 
     def _by_convention(self, batch: Any) -> Any:

@@ -93,11 +93,8 @@ class PlanCache:
 
     def announce(self, remembered: Remembered) -> None:
         """Say that a search begins with the result of an earlier one."""
-        self._notices.say(
-            f"plan cache: the search begins with a micro-batch of {remembered.micro_batch}, which fitted in an "
-            "earlier run of this job (to search anew, set AUTOACCUM_CACHE_DIR= )",
-            key="plan cache found",
-        )
+        what = f"a search from {remembered.micro_batch} on, which fitted in an earlier run, as {self._folder} has it"
+        self._notices.choose(what, "AUTOACCUM_CACHE_DIR= searches anew")
 
     def keep(self, key: Key, remembered: Remembered) -> None:
         """Store a result, replacing an earlier one."""

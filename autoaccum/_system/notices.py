@@ -14,10 +14,13 @@ class Notices:
 
     Args:
         silent: Whether to collect notices without logging them.
+        holds_choices: Whether choices wait for `tell_choices`, which logs them in one line.
     """
 
     silent: bool = False
+    holds_choices: bool = False
     _said: dict[str, str] = field(default_factory=dict)
+    _choices: list[str] = field(default_factory=list)
 
     def say(self, text: str, *, key: str | None = None, level: int = logging.INFO) -> None:
         """Log `text` unless a notice with the same `key` (by default the text itself) was logged before."""
@@ -27,6 +30,22 @@ class Notices:
         self._said[key] = text
         if not self.silent:
             log(text, level)
+
+    def choose(self, what: str, how: str) -> None:
+        """Log once what was chosen for the user ("device cpu"), and how to choose otherwise ("device=")."""
+        if what in self._said:
+            return
+        self._said[what] = f"{what} ({how})"
+        self._choices.append(self._said[what])
+        if not self.holds_choices:
+            self.tell_choices()
+
+    def tell_choices(self) -> None:
+        """Log in one line the choices that wait; later ones are logged as they come."""
+        self.holds_choices = False
+        told, self._choices = ", ".join(self._choices), []
+        if told and not self.silent:
+            log(f"chosen: {told}")
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_ran
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum._training.checkpoint_settings import EVERY, check_saving
-from autoaccum._training.console import OtherRank, progress_for
+from autoaccum._training.console import OtherRank, TellsChoices, progress_for
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.one_call import Call
@@ -246,7 +246,7 @@ def fit(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank, cap, counts = own_rank(), max_micro_batch(), TOKENS if in_tokens else SAMPLES
-    notices = Notices(silent=progress is False or rank > 0)
+    notices = Notices(silent=progress is False or rank > 0, holds_choices=True)
     if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target):
         notices.say(f"micro-batches of at most {counted(cap, 'sample')} ({MAX_MICRO_BATCH}={cap})")
     backend = devices.resolve(device, model, notices)
@@ -292,7 +292,7 @@ def fit(
             val_loader=val_loader,
             val_every=val_every,
             metrics=metrics,
-            callbacks=(shown, *callbacks),
+            callbacks=(TellsChoices(notices, waits=loss is None), shown, *callbacks),
             saving=saving,
             limit_bytes=limit_bytes,
             cap=cap,

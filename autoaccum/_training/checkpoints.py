@@ -131,7 +131,7 @@ class Checkpoints:
                 "resume='auto', which starts from scratch where there is none"
             )
         if found is None:
-            self._notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
+            self._notices.choose(f"a start from scratch, as {folder} has no checkpoint yet", "resume=True requires one")
         return found
 
     # --- when ---------------------------------------------------------------------------------------------------------
@@ -256,9 +256,7 @@ class Checkpoints:
         self._progress.go_to(state)
         self._contents.put_back(content)
         self._note(state)
-        self._notices.say(
-            f"resuming from the checkpoint {path}: {state.windows} steps are done", key=f"{path} {state.windows}"
-        )
+        self._notices.choose(f"resuming after step {state.windows} from {path}", "resume=False starts from scratch")
         if overridden:
             self._notices.say(f"the checkpoint's settings override this call's: {', '.join(overridden)}")
         self._lifecycle.observers.on_resume(path, step=state.windows, epoch=state.position.epoch)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
+    from autoaccum._system.notices import Notices
 
 # Five pictures a second look alive, and cost the device at most five waits a second.
 _BAR_EVERY_S = 0.2
@@ -72,6 +73,28 @@ def progress_for(
         reading = memory.reading()
         limit_bytes = reading.used_bytes + reading.free_bytes
     return (RichProgress if progress == "bar" else LineProgress)(capacity_bytes=limit_bytes, counts=counts)
+
+
+class TellsChoices(Callback):
+    """Has the choices made for the user logged in one line, before anything else is shown.
+
+    Args:
+        notices: Holds them.
+        waits: Whether the loss is chosen too, which the first forward pass tells.
+    """
+
+    def __init__(self, notices: Notices, *, waits: bool) -> None:
+        self._notices, self._waits = notices, waits
+
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
+        """Tell them, unless the first forward pass is yet to come."""
+        if not self._waits:
+            self._notices.tell_choices()
+
+    def _tell(self, *_: object, **__: object) -> None:
+        self._notices.tell_choices()
+
+    on_trial = on_oom = on_step = on_fit_end = _tell
 
 
 class OtherRank(Callback):

@@ -211,7 +211,7 @@ def test_at_its_time_limit_a_training_is_requeued_and_ends_bit_for_bit_as_if_und
 
     assert state == "COMPLETED", limited.log
     assert "is saved in" in limited.log
-    assert "resuming from the checkpoint" in limited.log
+    assert "resuming after step" in limited.log
     (tmp_path / "train.py").write_text(TRAINING)
     subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True)
     disturbed, undisturbed = (torch.load(folder / "end.pt") for folder in (limited.folder, tmp_path))

@@ -34,4 +34,4 @@ def test_without_accelerator_the_host_is_chosen_and_said(model, notices):
     backend = devices.resolve(None, model, notices)
 
     assert backend.device == CPU
-    assert notices.texts == ("device: cpu",)
+    assert notices.texts == ("device cpu (device=)",)

@@ -18,4 +18,4 @@ def test_model_that_is_in_half_precision_is_left_so_without_casts_or_scaler(aske
     assert (precision.name, precision.scaler) == (name, None)
     with precision.autocast():
         assert nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype is torch.float32
-    assert notices.texts == (f"precision: {name}, in which the model's parameters are already",)
+    assert notices.texts == (f"precision {name} (as the model's parameters have it)",)

@@ -137,7 +137,7 @@ def test_precision_by_default_is_what_the_gpu_does_well():
 
     expected = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     assert runner._step.precision.name == expected
-    assert any(f"precision: {expected}" in line for line in lines)
+    assert any(f"precision {expected}" in line for line in lines)
     assert (runner._step.precision.scaler is None) == (expected == "bf16")
 
 

@@ -20,7 +20,7 @@ def test_plain_text_fits_in_80_columns_without_escape_codes(report):
 def test_a_report_prints_as_its_table_of_verdicts_plans_warnings_and_choices():
     assert repr(REPORT) == str(REPORT)
     assert str(REPORT).startswith("Pre-flight report: ResNet, target batch 256\n")
-    for told in ("fits  NVIDIA GeForce RTX 3060: 256 in 2 micro-batches", "128+128", "BatchNorm", "optimizer: AdamW"):
+    for told in ("fits  NVIDIA GeForce RTX 3060: 256 in 2 micro-batches", "128+128", "BatchNorm", "AdamW(lr=1e-3)"):
         assert told in str(REPORT)
 
 

@@ -79,7 +79,7 @@ def test_notes_on_predictions_are_no_choices():
     report = replace(REPORT, notes=(*REPORT.notes, "counted in bf16."))
 
     assert dict(notes_of(report)) == {
-        "Chosen by default": ("optimizer: AdamW(lr=1e-3) (optimizer=None)",),
+        "Chosen by default": ("AdamW(lr=1e-3) (optimizer=)",),
         "About the predictions": ("counted in bf16.",),
     }
 

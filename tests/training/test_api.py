@@ -148,13 +148,33 @@ def test_callbacks_are_told_in_order():
     ]
 
 
-def test_every_choice_is_said_once_and_only_on_stderr(capfd):
+def test_all_choices_are_told_in_one_line_with_their_arguments_before_anything_else(capfd):
     autoaccum.fit(classifier(), loader_of(*classification()), 32, epochs=3)
 
     out, err = capfd.readouterr()
+    first, *others = err.splitlines()
     assert out == ""
-    for choice in ("device:", "optimizer: AdamW", "precision: fp32", "loss: cross_entropy"):
-        assert err.count(choice) == 1, choice
+    for choice in (
+        "device cpu (device=)",
+        "AdamW(lr=1e-3) (optimizer=)",
+        "precision fp32 (precision=)",
+        "cross_entropy",
+    ):
+        assert choice in first
+    assert not any("chosen:" in line for line in others)
+
+
+def test_remembered_sizes_and_a_resumed_checkpoint_are_told_with_how_to_do_without(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path / "cache"))
+
+    def chosen(epochs, **options):
+        autoaccum.fit(classifier(), loader_of(*classification()), 32, epochs=epochs, memory_limit="1GiB", **options)
+        (line,) = [line for line in capfd.readouterr().err.splitlines() if "chosen:" in line]
+        return line
+
+    assert "has no checkpoint yet (resume=True requires one)" in chosen(1, checkpoint=tmp_path / "run")
+    assert "(AUTOACCUM_CACHE_DIR= searches anew)" in chosen(1)
+    assert "(resume=False starts from scratch)" in chosen(2, checkpoint=tmp_path / "run")
 
 
 # --- when memory runs out ---------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_resume_true_wants_a_checkpoint_and_what_was_saved_and_is_resumed_is_sai
     assert told.resumed == [("step-00000007", 7, 2)]
     said = capsys.readouterr().err
     assert "after StoppedError, step 7 is saved in" in said  # an error of the user's own, and no error of saving
-    assert "resuming from the checkpoint" in said
+    assert "resuming after step 7 from" in said
 
 
 def test_resume_false_starts_anew_and_moves_the_old_ones_aside_with_its_first(tmp_path, undisturbed, capsys):
