@@ -31,6 +31,7 @@ help:  ## show this list
 
 # An environment for development holds all that the demo needs, so the demo is content with either.
 $(VENV)/.for-demo: pyproject.toml
+	@echo "Once, for the demo: install PyTorch and what else it needs into $(VENV) (5 GB, unless they are cached)."
 	$(call new_environment,$(VENV),$(PYTHON))
 	$(call install,$(VENV)) --editable '.[examples]'
 	touch $@
@@ -42,7 +43,7 @@ $(VENV)/.for-development: pyproject.toml constraints.txt
 
 .PHONY: demo
 demo: $(VENV)/.for-demo  ## train a ResNet on scanned digits in memory that the batch does not fit
-	$(BIN)/python examples/digits.py
+	@$(BIN)/python examples/digits.py
 
 TEST_OPTIONS ?=
 # As many workers as there are cores, but four at the most. tests/sharing_out.py says which files each gets.

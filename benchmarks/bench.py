@@ -184,12 +184,11 @@ def readme_table(found, timed):
     )
     where = f"On a CPU under memory limits, {len(found)} models ([method](docs/benchmarks.md))."
     notes = (
-        "The trials of `fit` are part of its training, whose peaks may be 3% above a limit. Elsewhere, a size above "
-        "100% runs out of memory."
+        "Sizes of `fit` may be 3% above a limit on the CPU; of the others, those above 100% run out of memory."
     )
     if ratios := [row["ratios"]["hand-same"]["median"] for row in timed if "hand-same" in row["ratios"]]:
         share = f"{min(ratios):.0%} to {max(ratios):.0%}"
-        notes += f" `fit` runs at {share} of the speed of a loop by hand with the same sizes."
+        notes += f" `fit` has {share} of the speed of a loop by hand with the same sizes."
     return f"{table(head, rows)}\n\n{where} {notes}"
 
 

@@ -99,9 +99,11 @@ def test_half_precision_computes_in_fp16_and_steps_its_last_window_too():
 
 @pytest.mark.slow  # it trains until it can read
 def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
-    job = recipe("digits").job(side=32, epochs=2)
+    digits = recipe("digits")
+    job = digits.job(side=32, epochs=2)
 
     result = run(job, memory_limit=None, micro_batch=50)
 
     assert result.evaluations[-1].metrics["accuracy"] >= 0.9
+    assert "so each batch of 100 ran as 50+50." in digits.outcome(result, "280MiB")
     assert result.history[-1].loss < result.history[0].loss / 4
