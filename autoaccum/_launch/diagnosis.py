@@ -71,6 +71,11 @@ class Diagnosis:
     micro_batch: int | None = None
 
 
+def passed_on(code: int) -> int:
+    """Return the exit code for a command that ran out of memory at every size: its own, if it chose one."""
+    return DOES_NOT_FIT if code in {*_CODES, StartAgainError.exit_code} else code
+
+
 def diagnose(ended: Ended, reason: Reason | None, risen: Mapping[str, int]) -> Diagnosis:
     """Diagnose whether a command ended because memory ran out.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_positive_int, counted
-from autoaccum._launch.diagnosis import DOES_NOT_FIT, Diagnosis, diagnose
+from autoaccum._launch.diagnosis import Diagnosis, diagnose, passed_on
 from autoaccum._launch.supervisor import GRACE_S, Ended, Supervisor
 from autoaccum._memory import _linux
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, digest_of
@@ -109,7 +109,8 @@ def until_done(command: Sequence[str], options: Options) -> int:
     """Run a command until it ends for another reason than lack of memory, or no smaller size is left.
 
     Returns:
-        The command's exit code, 128 + N if signal N ended it; 4 if it runs out of memory at every size.
+        The command's exit code, 128 + N if signal N ended it; 4 if it runs out of memory at every size, and its own
+        exit code says no more than that.
 
     Raises:
         InvalidInputError: An option, a placeholder or a variable cannot be used; nothing has been started.
@@ -199,10 +200,10 @@ class _Run:
         failed = min(known)
         if failed == 1:
             self._notices.say(f"{what} with micro-batches of 1, and there is nothing smaller to try")
-            return DOES_NOT_FIT
+            return passed_on(ended.code)
         if attempt >= self._options.retries:
             self._notices.say(f"{what} with micro-batches of {failed}, and no retry is left ({attempt} were made)")
-            return DOES_NOT_FIT
+            return passed_on(ended.code)
         retry = f"retry {attempt + 1} of {self._options.retries}"
         self._notices.say(f"{what} with micro-batches of {failed}; restarting, {retry}")
         self._has_shrunk = True

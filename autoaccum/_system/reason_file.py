@@ -1,21 +1,23 @@
 """Tells `autoaccum run` why a process ended, or what it does, in a file: launchers turn all exit codes into 1.
 
-The wrapper names the file in AUTOACCUM_REASON_FILE. Neither side raises errors about it: without the file the wrapper
-has the exit code and stderr.
+The wrapper names the file in AUTOACCUM_REASON_FILE. Rank 0 writes it, and every other rank one of its own beside it, so
+that no rank can overwrite the word of another; a rank's last word counts. Neither side raises errors about it: without
+the file the wrapper has the exit code and stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from autoaccum._system import files
-from autoaccum._system.launched import REASON_FILE
-from autoaccum.errors import DoesNotFitError, StartAgainError, StateDamagedError
+from autoaccum._system import files, launched
+from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +39,7 @@ class Reason:
     Attributes:
         reason: `OUT_OF_MEMORY`, `RUNNING` (it did not say), or the process's own word: then it is not restarted.
         micro_batch: Samples in the largest micro-batch; None if unknown.
-        rank: The rank that wrote it; None outside a distributed job.
+        rank: The rank that wrote it, set by `write`; None outside a distributed job.
         message: A human-readable message.
     """
 
@@ -47,24 +49,55 @@ class Reason:
     message: str = ""
 
 
+# Where this process has left lack of memory.
+_left: Path | None = None
+
+
 def write(reason: Reason) -> None:
-    """Write a reason, if there is a wrapper. Lack of memory stays: other ranks fail only because of it."""
-    named = os.environ.get(REASON_FILE)
+    """Write a reason of this rank, if there is a wrapper."""
+    global _left  # noqa: PLW0603 - of the process, like its file
+    named = os.environ.get(launched.REASON_FILE)
     if not named:
         return
-    path = Path(named)
-    if reason.reason != OUT_OF_MEMORY:
-        earlier = read(path)
-        if earlier is not None and earlier.reason == OUT_OF_MEMORY:
-            return
-    try:
-        files.write(path, json.dumps(asdict(reason) | {"message": reason.message[:_MESSAGE_CHARS]}).encode())
-    except OSError:  # a rank on another node, say
-        return
+    rank = _own_rank()
+    path = Path(f"{named}.{rank}" if rank else named)
+    content = asdict(replace(reason, rank=rank, message=reason.message[:_MESSAGE_CHARS]))
+    with contextlib.suppress(OSError):  # a rank on another node, say
+        files.write(path, json.dumps(content).encode())
+        _left = path if reason.reason == OUT_OF_MEMORY else None
+
+
+def _take_back() -> None:
+    """Take back this process's lack of memory: it has survived that, and goes on."""
+    global _left  # noqa: PLW0603
+    if _left is not None:
+        with contextlib.suppress(OSError):
+            _left.unlink(missing_ok=True)
+        _left = None
+
+
+def _own_rank() -> int | None:
+    with contextlib.suppress(InvalidInputError):  # of variables, which is raised where it matters
+        return launched.own_rank() if launched.world_size() > 1 else None
+    return None
 
 
 def read(path: Path) -> Reason | None:
-    """Return the reason in a file; None if there is none, or the content is not valid."""
+    """Return what counts of the reasons of all ranks; None if there is none, or no content is valid.
+
+    One rank's lack of memory counts: others fail only because of it. Of several sizes, the smallest counts.
+    """
+    paths = [path, *(one for one in path.parent.glob(f"{path.name}.*") if one.suffix[1:].isdigit())]
+    found = [reason for one in paths if (reason := _read(one)) is not None]
+    return min(found, key=lambda one: (_severity(one.reason), one.micro_batch or math.inf), default=None)
+
+
+def _severity(word: str) -> int:
+    """Return 0 for the word that counts before all others."""
+    return {OUT_OF_MEMORY: 0, RUNNING: 2}.get(word, 1)
+
+
+def _read(path: Path) -> Reason | None:
     try:
         content = json.loads(files.read(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -83,18 +116,19 @@ def writes_reason(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make a public function write the reason file when an out-of-memory error leaves it.
 
     Inside the library such an error may be caught, and a way round it found; so it is not written where it is raised.
+    Outside it too: the next call of such a function takes it back.
     """
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        _take_back()
         try:
             return function(*args, **kwargs)
         except Exception as error:
             if _is_lack_of_memory(error):
                 # A sample that does not fit: nothing smaller would help.
                 size = 1 if isinstance(error, DoesNotFitError) else getattr(error, "micro_batch", None)
-                rank = os.environ.get("RANK", "")
-                write(Reason(OUT_OF_MEMORY, size, int(rank) if rank.isdigit() else None, str(error)))
+                write(Reason(OUT_OF_MEMORY, size, message=str(error)))
             raise
 
     return called

@@ -94,6 +94,19 @@ result = autoaccum.fit(model, data, 2, memory="auto", loss=torch.nn.functional.m
 print(result.memory)
 raise SystemExit(1)
 """
+# A large model first, a small one where that does not fit; what the script ends with is something else.
+FALLING_BACK = """
+import sys
+import torch
+import autoaccum
+data = [(torch.randn(8, 512), torch.zeros(8, dtype=torch.long))]
+try:
+    autoaccum.fit(torch.nn.Linear(512, 200), data, 8, max_steps=1, device=autoaccum.Simulated("10KiB"), progress=False)
+except autoaccum.DoesNotFitError:
+    if sys.argv[1] == "the library":
+        autoaccum.fit(torch.nn.Linear(512, 2), data, 8, max_steps=1, device="cpu", progress=False)
+raise SystemExit(int(sys.argv[2]))
+"""
 ENTRIES = {
     "fit": "autoaccum.fit(model, [batch], 4, loss=loss, device=tiny, progress=False)",
     "Runner": "autoaccum.Runner(model, torch.optim.SGD(model.parameters(), 1.0), autoaccum.plan(4, 4), loss=loss, "
@@ -232,6 +245,17 @@ def test_running_out_that_the_library_survives_is_no_reason(tmp_path):
 
     assert (ended.returncode, ended.stdout) == (1, "('checkpoint', 'offload')\n")
     assert told(ended) == []
+
+
+@pytest.mark.parametrize(("way", "code"), [("the library", 1), ("the library", 3), ("another way", 3)])
+def test_a_script_that_finds_a_way_round_a_model_that_does_not_fit_keeps_its_exit_code(way, code, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(FALLING_BACK)
+
+    ended = run([*warm.python(), path, way, code])
+
+    assert ended.returncode == code, ended.stderr
+    assert not any("restarting" in line for line in told(ended))
 
 
 @pytest.mark.slow  # five processes that import torch; what torchrun writes has quick tests in test_diagnosis.py

@@ -15,17 +15,61 @@ def path(tmp_path, monkeypatch):
     return path
 
 
-def test_what_is_written_is_read_with_a_message_that_is_cut(path):
-    reason_file.write(Reason(OUT_OF_MEMORY, 8, 1, "x" * 10_000))
+@pytest.fixture
+def write_as(path, monkeypatch):
+    """A function that writes a reason as a rank of three."""
 
-    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, 8, 1, "x" * 2000)
-
-
-def test_lack_of_memory_takes_the_place_of_all_else_and_stays(path):
-    for reason in (Reason(RUNNING, 4), Reason(RUNNING, 8), Reason(OUT_OF_MEMORY, 8, 1), Reason(RUNNING, 4)):
+    def written(rank, reason):
+        for name, value in {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
         reason_file.write(reason)
 
-    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, 8, 1)
+    return written
+
+
+def test_what_is_written_is_read_with_a_message_that_is_cut(path):
+    reason_file.write(Reason(OUT_OF_MEMORY, 8, message="x" * 10_000))
+
+    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, 8, message="x" * 2000)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_lack_of_memory_of_one_rank_counts_whatever_others_write_and_when(path, write_as, order):
+    words = [Reason(RUNNING, 4), Reason(OUT_OF_MEMORY, 8), Reason(RUNNING, 4)]
+
+    for rank in order:
+        write_as(rank, words[rank])
+
+    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, 8, rank=1)
+
+
+def test_of_several_ranks_that_lacked_memory_the_smallest_size_counts(path, write_as):
+    for rank, size in enumerate((None, 6, 8)):
+        write_as(rank, Reason(OUT_OF_MEMORY, size))
+
+    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, 6, rank=1)
+
+
+def test_the_last_word_of_a_rank_counts(path, write_as):
+    for reason in (Reason(OUT_OF_MEMORY, 8), Reason(RUNNING, 4)):
+        write_as(1, reason)
+
+    assert reason_file.read(path) == Reason(RUNNING, 4, rank=1)
+
+
+def test_lack_of_memory_that_was_survived_is_taken_back_by_the_next_call(path):
+    @reason_file.writes_reason
+    def call(error=None):
+        if error is not None:
+            raise error
+
+    with pytest.raises(MemoryError):
+        call(MemoryError())
+    left = reason_file.read(path)
+    call()
+
+    assert left == Reason(OUT_OF_MEMORY)
+    assert reason_file.read(path) is None
 
 
 def test_without_a_wrapper_or_a_place_nothing_is_written(tmp_path, monkeypatch):
