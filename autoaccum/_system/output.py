@@ -1,4 +1,4 @@
-"""Logs lines under "autoaccum", or writes them to stderr; output errors never end a training.
+"""Logs lines under "autoaccum", or writes them to stderr: each is seen once. Output errors never end a training.
 
 The reader of a pipe may have exited, the disk of a log may be full, or stderr closed.
 """
@@ -15,12 +15,25 @@ _LOGGER = logging.getLogger("autoaccum")
 
 
 def log(text: str, level: int = logging.INFO) -> None:
-    """Log a line under "autoaccum"; where nobody handles it, write it to stderr, as logging does warnings."""
-    if _LOGGER.hasHandlers():
+    """Log a line under "autoaccum"; where no handler takes it, write it to stderr, as logging does warnings.
+
+    The level of the root logger, which is WARNING unless it is set, keeps no line from the user; that of "autoaccum" does.
+    """
+    if _is_taken(level):
         with contextlib.suppress(Exception):  # of a user's handler: a line that is lost ends no training
             _LOGGER.log(level, "%s", text)
     elif (_LOGGER.level or logging.INFO) <= level > _LOGGER.manager.disable and not _LOGGER.disabled:
         write_line(f"autoaccum: {text}")
+
+
+def _is_taken(level: int) -> bool:
+    """Whether a handler takes a line of this level."""
+    logger: logging.Logger | None = _LOGGER if _LOGGER.isEnabledFor(level) else None
+    while logger is not None:
+        if any(handler.level <= level for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def write_line(text: str) -> None:

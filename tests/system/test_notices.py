@@ -41,17 +41,28 @@ LINES = ["epoch 1 done", "done: 3 optimizer steps"]
         ("", [], [*LINES, "LossWarning"]),
         ("progress = False", [], ["LossWarning"]),
         ("logging.basicConfig(level='INFO', stream=sys.stdout)", LINES, ["LossWarning"]),
-        ("logging.basicConfig()", [], ["LossWarning"]),  # which handles warnings and more
+        ("logging.basicConfig()", [], [*LINES, "LossWarning"]),  # whose logger takes only warnings
+        ("logging.basicConfig(level='INFO', handlers=[errors()])", [], [*LINES, "LossWarning"]),
+        (
+            "logging.basicConfig(level='INFO', handlers=[errors(), logging.StreamHandler(sys.stdout)])",
+            LINES,
+            ["LossWarning"],
+        ),
+        ("logging.getLogger('autoaccum').addHandler(errors())", [], [*LINES, "LossWarning"]),
         ("logging.disable()", [], ["LossWarning"]),
         ("logging.getLogger('autoaccum').setLevel('ERROR'); warnings.simplefilter('ignore')", [], []),
     ],
 )
-def test_lines_of_fit_go_where_logging_sends_them_and_warnings_of_a_loss_where_warnings_do(
+def test_lines_of_fit_go_to_handlers_that_take_them_and_else_to_stderr_and_warnings_of_a_loss_where_warnings_do(
     setting, on_stdout, on_stderr
 ):
     code = f"""
 import logging, sys, warnings, torch, autoaccum
 progress = "lines"
+def errors():
+    handler = logging.StreamHandler()
+    handler.setLevel("ERROR")
+    return handler
 {setting}
 def loss(model, batch):
     outputs = model(batch[0])
@@ -64,4 +75,5 @@ print("warnings:", len(result.warnings))
 
     for stream, expected in [(done.stdout, on_stdout), (done.stderr, on_stderr)]:
         assert [text for text in (*LINES, "LossWarning") if text in stream] == expected
+        assert all(stream.count(text) == 1 for text in expected if text in LINES)
     assert done.stdout.splitlines()[-1] == "warnings: 1"
