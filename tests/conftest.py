@@ -136,7 +136,7 @@ def put_back(state):
 
 
 class _ToStderr(logging.Handler):
-    """Writes to the stderr of the time, as the package does where no handler takes its lines: pytest's take warnings."""
+    """Writes to the stderr of the time, as the package does where no handler takes its lines."""
 
     def emit(self, record):
         write_line(f"autoaccum: {record.getMessage()}")

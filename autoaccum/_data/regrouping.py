@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 _LABELS = "labels"
 _COUNTED = {_LABELS: -100, "attention_mask": 0}
 _PAIR = 2
+# What an error says if there are none.
+TOKENS_ARE = (
+    "a sample's tokens are its labels other than -100, else what its attention_mask keeps, else the elements of its "
+    "largest tensor (docs/batches.md, Tokens); check the labels, and have the loader yield texts tokenized"
+)
 
 
 def windows(
@@ -56,7 +61,7 @@ def windows(
         loader's batches carry numbers of their own (`num_items_in_batch`), which are not those of the window.
 
     Raises:
-        InvalidInputError: An argument or a batch is not valid.
+        InvalidInputError: An argument or a batch is not valid, or no sample has a token.
     """
     check_target(target_batch, target_tokens)
     check_bool("drop_last", drop_last)
@@ -66,7 +71,12 @@ def windows(
     target = target_tokens if in_tokens else target_batch
     assert target is not None
     cut = stream(loader, target, in_tokens=in_tokens, drop_last=drop_last, split=split)
-    return (window if window.carries_numbers() else window.joined() for window in cut)
+    return (window if window.carries_numbers() else window.joined() for window in _refusing_void(cut))
+
+
+def _refusing_void(windows: Generator[Window, None, bool]) -> Iterator[Window]:
+    if (yield from windows):
+        raise InvalidInputError(f"target_tokens= finds no token in the loader's samples: {TOKENS_ARE}")
 
 
 def check_target(target_batch: int | None, target_tokens: int | None) -> None:
@@ -98,12 +108,15 @@ def stream(
     drop_last: bool = False,
     skip: int = 0,
     split: Split | None = None,
-) -> Iterator[Window]:
+) -> Generator[Window, None, bool]:
     """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
 
     The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
     `targets` counts samples, or tokens, of which windows hold as many whole samples as come nearest; it may be an
     iterable of one number for each window.
+
+    Returns:
+        Whether there were samples, and no token in any of them.
 
     Raises:
         InvalidInputError: A batch cannot be cut, or the loader writes the next one into its tensors.
@@ -112,10 +125,12 @@ def stream(
     spans: list[Span] = []
     versions: list[tuple[Tensor, int]] = []  # of the tensors of the spans, when these were added
     target = missing = 0
+    samples = tokens = 0
     for batch in batches:
         piece = piece_of(batch, split)
         # What is in the first sample, in the first two, ...
         counted = [0, *itertools.accumulate(tokens_of(piece))] if in_tokens else range(piece.samples + 1)
+        samples, tokens = samples + piece.samples, tokens + counted[-1]
         start, skip = skip, 0
         while start < piece.samples:
             if not spans:
@@ -138,6 +153,7 @@ def stream(
     _refuse_written(versions)
     if spans and missing < target and not drop_last:  # samples of which no token counts add nothing
         yield Window.of_spans(spans, split)
+    return samples > 0 and not tokens
 
 
 def _versions(piece: Piece) -> list[tuple[Tensor, int]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.regrouping import check_target, tokens_of
+from autoaccum._data.regrouping import TOKENS_ARE, check_target, tokens_of
 from autoaccum._data.splits import piece_of
 from autoaccum._training.api import fit
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,11 +53,13 @@ class Job:
         """Return the samples of an optimizer step; with `target_tokens`, how many of a batch's average length.
 
         Raises:
-            InvalidInputError: There is no target, or the batch does not tell its tokens.
+            InvalidInputError: There is no target, or the batch does not tell its tokens, or has none.
         """
         target_batch, target_tokens = self.get("target_batch"), self.get("target_tokens")
         check_target(target_batch, target_tokens)
         if target_tokens is None:
             return int(target_batch)
         counts = tokens_of(piece_of(batch, self.get("split")))
-        return max(1, round(int(target_tokens) * len(counts) / max(sum(counts), 1)))
+        if not sum(counts):
+            raise InvalidInputError(f"target_tokens={target_tokens} finds no token in the first batch: {TOKENS_ARE}")
+        return max(1, round(int(target_tokens) * len(counts) / sum(counts)))

@@ -17,7 +17,8 @@ _LOGGER = logging.getLogger("autoaccum")
 def log(text: str, level: int = logging.INFO) -> None:
     """Log a line under "autoaccum"; where no handler takes it, write it to stderr, as logging does warnings.
 
-    The level of the root logger, which is WARNING unless it is set, keeps no line from the user; that of "autoaccum" does.
+    The level of the root logger, which is WARNING unless it is set, keeps no line from the user; that of "autoaccum"
+    does.
     """
     if _is_taken(level):
         with contextlib.suppress(Exception):  # of a user's handler: a line that is lost ends no training

@@ -164,9 +164,9 @@ def fit(
             objects.
         callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
         progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
-            silences notices of what `fit` chose. Lines and notices are logged under "autoaccum" where a handler takes
-            them (level INFO), and printed on stderr where none does; `logging.getLogger("autoaccum").setLevel("WARNING")`
-            silences both.
+            silences notices of what `fit` chose. Lines and notices are logged under "autoaccum", level INFO, where a
+            handler takes them, and printed on stderr where none does.
+            `logging.getLogger("autoaccum").setLevel("WARNING")` silences both.
         on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
             once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
             parameters is written, and the last finite one is kept.

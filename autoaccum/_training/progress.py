@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import shown
 from autoaccum._data.loader_state import Track
+from autoaccum._data.regrouping import TOKENS_ARE
 from autoaccum._data.splits import is_default
 from autoaccum._engine import step_complete
-from autoaccum._records import SAMPLES
+from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._training.checkpoint_contents import LoopState
 from autoaccum.errors import InvalidInputError
 
@@ -114,6 +115,10 @@ class TrainingProgress:
             )
         split = self._world.split
         counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
+        if self._call.counts == TOKENS:
+            counted = (
+                f"{counted}{', and' if counted else ''} with a token, as target_tokens= counts them ({TOKENS_ARE})"
+            )
         return InvalidInputError(
             f"the loader gave no batch{counted}{dropped}, so there is nothing to train on; check the length of its "
             "dataset, and the DataLoader's own drop_last=True, which leaves out fewer samples than a batch"

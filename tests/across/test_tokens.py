@@ -249,6 +249,24 @@ def test_checkpoint_of_samples_is_not_gone_on_with_in_tokens(tmp_path):
         trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, checkpoint=tmp_path, epochs=2)
 
 
+VOID = {"input_ids": torch.ones(4, 5, dtype=torch.long), "labels": torch.full((4, 5), -100)}
+
+
+@pytest.mark.parametrize(("batch", "how"), [(VOID, {}), (["a text", "another"], LISTS)], ids=["no label", "texts"])
+def test_samples_without_a_token_are_refused_in_words_about_tokens(batch, how):
+    for call in (
+        lambda: trained([batch] * 3, target_tokens=TOKENS, **how),
+        lambda: list(autoaccum.windows([batch] * 3, target_tokens=TOKENS, **how)),
+        lambda: autoaccum.Job(None, [batch] * 3, target_tokens=TOKENS, **how).samples_of_target(batch),
+    ):
+        with pytest.raises(autoaccum.InvalidInputError, match=r"no .*token.*labels other than -100.*texts tokenized"):
+            call()
+
+
+def test_a_loader_without_samples_gives_no_window_in_tokens_as_in_samples():
+    assert list(autoaccum.windows([], target_tokens=TOKENS)) == list(autoaccum.windows([], 4)) == []
+
+
 def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
