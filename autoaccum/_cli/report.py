@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 # CUDA's error if another process has exclusive use of a GPU.
 _BUSY = "busy or unavailable"
-
+# Arguments that a script's job cannot have, so that they are always options here.
+_OF_PREFLIGHT_ALONE = ("max_micro_batch", "gpus", "device_memory", "display", "ranks", "fsdp")
 
 _SIZE: dict[str, Any] = {"metavar": "SIZE"}
 _NUMBER: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
@@ -108,7 +109,8 @@ def report_command(
     with _missing_as_exit_code(context):
         # A device that the script names does not matter, because most name one.
         is_of_gpus_alone = not given.get("device") and (gpus or device_memory) and not torch.accelerator.is_available()
-        free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
+        with _in_words_of_options(["require_free"]):
+            free_bytes = None if require_free is None else parse_size(require_free, name="require_free")
         _check_gpus(gpus, device_memory, display, no_measure=no_measure)
         for path, option in ((html, "--html"), (snapshot, "--snapshot")):
             if path is not None:
@@ -118,8 +120,8 @@ def report_command(
         with contextlib.redirect_stdout(sys.stderr):
             job = load_job(script, arguments).with_arguments(given)
             batch = _first_batch(job)
-            most = _most(job, batch, max_micro_batch, require_micro_batch)
-            with _in_words_of_options([*given, "max_micro_batch", "ranks", "fsdp"]), _progress(quiet=quiet):
+            with _in_words_of_options([*given, *_OF_PREFLIGHT_ALONE]), _progress(quiet=quiet):
+                most = _most(job, batch, max_micro_batch, require_micro_batch)
                 made = _report_of(
                     job,
                     batch,
@@ -180,8 +182,8 @@ def _report_of(job: Job, batch: Any, **asked: Any) -> Report:
     if job.get("target_tokens") is not None:
         samples = job.samples_of_target(batch)
         complain(
-            f"target_tokens={job.get('target_tokens')} is taken as {samples} samples as long as those of the first "
-            "batch, padded as they are there"
+            f"a target of {job.get('target_tokens')} tokens is taken as {samples} samples as long as those of the "
+            "first batch, padded as they are there"
         )
     with _errors_of(job, batch):
         target = {"target_batch": job.samples_of_target(batch)}
@@ -214,13 +216,21 @@ def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
     """Replace Python arguments in errors by the names of their options, for those given on the command line."""
     try:
         yield
+    except RecipeError:  # of the script's own words
+        raise
     except InvalidInputError as error:
         text = str(error)
         for name in given:
-            option = f"--{name.replace('_', '-')}"
-            text = re.sub(rf"^{name}(?= )", option, re.sub(rf"(?<![\w-]){name}=", f"{option} ", text))
+            option = _option_of(name)
+            text = re.sub(rf"^{name}(?=[ :])", option, text)
+            text = re.sub(rf"(?<![\w-]){name}=(True\b|(?=[\s,;)]|$))", option, text)
+            text = re.sub(rf"(?<![\w-]){name}=", f"{option} ", text)
         error.args = (text,)
         raise
+
+
+def _option_of(name: str) -> str:
+    return "--gpu" if name == "gpus" else f"--{name.replace('_', '-')}"
 
 
 def _most(job: Job, batch: Any, asked: int | None, required: int | None) -> int | None:
@@ -248,7 +258,7 @@ def _first_batch(job: Job) -> Any:
 
 def _check_gpus(names: Sequence[str], device_memory: str | None, display: str | None, *, no_measure: bool) -> None:
     """Raise for unknown GPUs, or --no-measure without a GPU, before the script is run, which may be slow."""
-    with _in_words_of_options(["device_memory", "display"]):
+    with _in_words_of_options(_OF_PREFLIGHT_ALONE):
         gpus = chosen_gpus(names, device_memory, display)
     if no_measure and not gpus:
         raise InvalidInputError(
@@ -296,7 +306,8 @@ def _missing_as_exit_code(context: click.Context) -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        write_line("".join(traceback.format_exception(error.__cause__ or error)).rstrip())
+        if not isinstance(error.__cause__, SystemExit):  # which says in words where it was
+            write_line("".join(traceback.format_exception(error.__cause__ or error)).rstrip())
         raise
     except DeviceMissingError as error:
         reason = str(error)

@@ -146,8 +146,8 @@ def _in_words() -> Iterator[None]:
         if reason is None:
             raise
         raise NotTracedError(
-            f"the model cannot be traced without values: {reason}; measure it on a device (preflight with device=, or "
-            "autoaccum report without --gpu), or leave that part out of what is predicted"
+            f"the model cannot be traced without values: {reason}; measure it on a device, without the name of a "
+            "GPU, or leave that part out of what is predicted"
         ) from error
 
 

@@ -88,8 +88,13 @@ def gpu_named(name: str) -> GPU:
     names = list(dict.fromkeys(_BY_NAME[key].name for key in near))[:_SUGGESTED]
     nearest = f"nearest: {', '.join(names)}" if names else f"known: {', '.join(gpu.name for gpu in known_gpus())}"
     raise InvalidInputError(
-        f"gpus: the GPU {shown(name)} is unknown ({nearest}); for other GPUs pass --device-memory, such as 24GiB"
+        f"gpus: the GPU {shown(name)} is unknown ({nearest}); for other GPUs pass device_memory='24GiB'"
     )
+
+
+def is_known(name: object) -> bool:
+    """Whether this is the name of one GPU."""
+    return isinstance(name, str) and _plain(name) in _BY_NAME
 
 
 def custom_gpu(device_memory: str) -> GPU:
@@ -106,7 +111,7 @@ def custom_gpu(device_memory: str) -> GPU:
         raise InvalidInputError(
             f"device_memory={device_memory!r} is too small: CUDA itself uses up to {context // _MIB} MiB; pass more"
         )
-    return GPU(f"device of {device_memory.strip()}", total, context, _AMPERE, "--device-memory")
+    return GPU(f"device of {device_memory.strip()}", total, context, _AMPERE, "device_memory")
 
 
 def with_display(gpu: GPU, display: str) -> GPU:

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +31,7 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
+    from types import ModuleType, TracebackType
 
 _DEFAULT_FUNCTION = "job"
 
@@ -78,22 +79,33 @@ def load_job(recipe: str, arguments: Sequence[str] = ()) -> Job:
 
 
 @contextlib.contextmanager
-def errors_explained(what: str) -> Iterator[None]:
+def errors_explained(what: str, *, go_on: str = "return, or raise an exception") -> Iterator[None]:
     """Turn an exception of a recipe's code, exits included, into an error that says where; Ctrl-C passes.
+
+    Args:
+        what: The code.
+        go_on: What it should do instead of an exit.
 
     Raises:
         RecipeError: The code raised.
     """
     try:
         yield
-    except SystemExit as error:
-        raise RecipeError(f"{what} exited by sys.exit({error.code!r}); return, or raise an exception") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         trace = error.__traceback__  # without our frames and the import system's
         while trace is not None and (is_own_file(name := trace.tb_frame.f_code.co_filename) or name.startswith("<")):
             trace = trace.tb_next
         error.__traceback__ = trace
+        if isinstance(error, SystemExit):
+            raise RecipeError(f"{what} exited by sys.exit({error.code!r}){_line(trace)}; {go_on}") from error
         raise RecipeError(f"{what} raised {type(error).__name__}: {error}; correct the script") from error
+
+
+def _line(trace: TracebackType | None) -> str:
+    """Return the last line of the first frame's file that was in work."""
+    frames = traceback.extract_tb(trace)
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f" in line {lines[-1]}" if lines else ""
 
 
 def _parts_of(recipe: str) -> tuple[Path, str]:
@@ -184,7 +196,9 @@ def _job_of_script(path: Path, arguments: Sequence[str]) -> Job:
         (Accumulator, "backward", _backward_of_an_adapter),
     ]
     try:
-        with _importable(path.parent), replaced(*stands_for), errors_explained(f"the script {str(path)!r}"):
+        go_on = "it must go on to its first call that trains; its own arguments follow --"
+        explained = errors_explained(f"the script {str(path)!r}", go_on=go_on)
+        with _importable(path.parent), replaced(*stands_for), explained:
             runpy.run_path(str(path), run_name="__main__")
     except _ReachedError as reached:
         if reached.job is not None:

@@ -29,7 +29,7 @@ from autoaccum._engine.savings import Savings, check_memory
 from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.fake_step import undisturbed
-from autoaccum._estimate.gpus import custom_gpu, gpu_named, with_display
+from autoaccum._estimate.gpus import custom_gpu, gpu_named, is_known, with_display
 from autoaccum._estimate.ranks import in_buckets, sharding
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.limits import parse_size
@@ -320,6 +320,10 @@ def chosen_gpus(gpus: str | Sequence[str], device_memory: str | None, display: s
 
 
 def _measures(asked: bool | None, gpus: Sequence[GPU], device: object) -> bool:
+    if is_known(device):
+        raise InvalidInputError(
+            f"device={device!r} is not a device of this machine, but a GPU to predict for; pass gpus={device!r}"
+        )
     if asked is not None and not asked and not gpus:
         raise InvalidInputError(
             "measure=False and no GPUs: there is nothing to report; name GPUs (gpus=['h100-80gb']), pass "

@@ -90,7 +90,7 @@ class Report(ReportContents):
             InvalidInputError: The report has no prediction, or none for this GPU; or as for `save_html`.
         """
         if gpu not in self.timelines and (gpu is not None or not self.timelines):
-            names = ", ".join(self.timelines) or "none; name a GPU (gpus=, --gpu)"
+            names = ", ".join(self.timelines) or "none; name a GPU (gpus=)"
             raise InvalidInputError(f"a snapshot is of a prediction, and this report has: {names}")
         timeline = self.timelines[gpu or next(iter(self.timelines))]
         with beside(path) as unfinished:

@@ -221,8 +221,7 @@ def _plans(report: ReportContents) -> Section:
     def row(found: Measured | Predicted) -> tuple[str, ...]:
         cut = NONE if found.plan is None else format_cut(found.plan.micro_batches)
         peak, headroom = _bytes(found.peak_bytes), _bytes(found.headroom_bytes)
-        safe = str(found.safe_micro_batch) if found.is_predicted else NONE
-        return _title(found), _largest(found), safe, cut, peak, headroom
+        return _title(found), _largest(found), str(found.safe_micro_batch), cut, peak, headroom
 
     header = ("where", "largest", "safe", f"plan for {report.subject.share}", "peak", "headroom")
     return Section("Largest micro-batch and plan", header, tuple(map(row, report.places)))

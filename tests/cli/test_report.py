@@ -44,6 +44,10 @@ def on_host():
 def without_loader():
     return autoaccum.Job(torch.nn.Linear(2, 2), None, 64)
 
+def of_texts():
+    texts = autoaccum.ListOfSamples(torch.utils.data.default_collate)
+    return autoaccum.Job(torch.nn.Linear(2, 2), [["a", "b"]], 64, split=texts)
+
 def empty():
     return autoaccum.Job(torch.nn.Linear(2, 2), [], 64)
 
@@ -181,7 +185,7 @@ def test_a_training_script_is_run_up_to_its_first_call_that_trains(invoke, tmp_p
     [
         ("return", "ended without a call of autoaccum.fit, Runner.step or Accumulator.backward"),
         ("raise LookupError('no data')", "train.py' raised LookupError: no data"),
-        ("sys.exit(0)", "train.py' exited by sys.exit(0)"),
+        ("sys.exit(0)", "train.py' exited by sys.exit(0) in line"),
         ("fit(model, data)", "there is no target"),
         (
             """from accelerate import Accelerator; from autoaccum.integrations.accelerate import windowed
@@ -199,6 +203,22 @@ def test_a_script_that_trains_nothing_is_bad_input(invoke, tmp_path, call, told)
 
     assert (result.exit_code, result.stdout) == (ExitCode.BAD_INPUT, "")
     assert told in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("arguments", [["--wrong"], ["--help"]])
+def test_arguments_that_a_script_ends_at_are_told_in_words_without_a_traceback(invoke, tmp_path, arguments):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\ndef main():\n    parser.parse_args()\nmain()\n"
+    )
+
+    result = invoke(path, "--", *arguments)
+
+    assert (result.exit_code, result.stdout) == (ExitCode.BAD_INPUT, "")
+    assert "usage: train.py" in result.stderr
+    assert "Traceback" not in result.stderr
+    said = f"exited by sys.exit({2 if arguments == ['--wrong'] else 0}) in line 4; it must go on"
+    assert said in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -395,7 +415,14 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
     [
         (["{recipe}:without_loader"], "has no loader"),
         (["{recipe}:empty"], "has no batch"),
-        (["{recipe}", "--gpu", "h100-80tb"], "h100-80gb"),
+        (["{recipe}", "--gpu", "h100-80tb"], "--gpu: the GPU 'h100-80tb' is unknown (nearest: h100-80gb"),
+        (["{recipe}", "--gpu", "h100-80tb"], "for other GPUs pass --device-memory '24GiB'"),
+        (["{recipe}", "--device", "rtx-3060"], "--device 'rtx-3060' is not a device of this machine, but a GPU"),
+        (["{recipe}", "--device", "rtx-3060"], "pass --gpu 'rtx-3060'"),
+        (["{recipe}", "--fsdp"], "--fsdp: nothing is sharded over one rank; pass --ranks, such as --ranks 8"),
+        (["{recipe}:on_host", "--memory-limit", "1KiB"], "--memory-limit: a limit of 1.0 KiB"),
+        (["{recipe}", "--require-free", "lots"], "--require-free 'lots' cannot be read"),
+        (["{recipe}:of_texts", "--target-tokens", "9"], "--target-tokens 9 finds no token"),
         (["{recipe}", "--device-memory", "lots"], "--device-memory 'lots' cannot be read"),
         (["{recipe}", "--snapshot", "step.pickle"], "--snapshot is of a prediction; name a GPU"),
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),

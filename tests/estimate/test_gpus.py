@@ -52,7 +52,7 @@ def test_unknown_name_is_refused_with_a_near_one(name, near):
 
 @pytest.mark.parametrize("name", ["", "  ", "abacus"])
 def test_name_of_nothing_is_refused(name):
-    with pytest.raises(InvalidInputError, match="device-memory"):
+    with pytest.raises(InvalidInputError, match="pass device_memory="):
         gpu_named(name)
 
 

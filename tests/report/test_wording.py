@@ -55,6 +55,12 @@ def test_a_verdict_tells_a_window_from_the_larger_micro_batch_that_was_asked_abo
     ]
 
 
+def test_a_measured_size_is_safe():
+    row, *_ = section(REPORT, "Largest micro-batch and plan").rows
+
+    assert row[1:3] == ("145", "145")
+
+
 def test_a_verdict_tells_why_nothing_fits():
     measured, foreseen = verdicts_of(NOTHING_FITS)
 
