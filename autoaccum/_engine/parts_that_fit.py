@@ -12,6 +12,7 @@ from autoaccum._engine.out_of_memory import Phase, damage_text, resolvable_oom
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.backoff import Backoffs, wait_for_memory
 from autoaccum._sizing.frontier import widths_between
+from autoaccum._sizing.planner import GROWTH_AFTER_FAILURE
 from autoaccum.errors import InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
     from autoaccum.errors import DoesNotFitError
 
 _T = TypeVar("_T")
+# From 3,000 samples to the 100 that fit takes 5 failures; by the factor of training, 13.
+_GROWTH_AFTER_FAILURES = 2
 
 
 class PartsThatFit:
     """The size of parts that fit: whole batches at first, smaller ones after a failure, which later grow back.
 
     Nothing is searched for: without gradients a whole batch nearly always fits, and a failure costs one part. After a
-    failure, sizes are those of training: samples at least as wide as those that failed go in smaller parts.
+    failure, sizes are those of training: samples at least as wide as those that failed go in smaller parts. If these
+    samples fail again, the number of parts doubles, since a batch may hold many times what fits.
 
     Args:
         memory: The device.
@@ -73,7 +77,7 @@ class PartsThatFit:
             InvalidInputError: Memory ran out, and the samples were changed in place.
             StateDamagedError: Memory ran out after something was written that cannot be restored.
         """
-        start = tries = 0
+        start = tries = failures = 0
         is_clean, samples = True, window.samples
         most = samples if self._most is None else min(samples, self._most)
         runs = list(chain.from_iterable(window.widths()))
@@ -85,12 +89,14 @@ class PartsThatFit:
                 is_clean = False
                 if size > 1:
                     widths = widths_between(runs, start, start + size)
-                    self._backoffs.fail(widths, size, target_batch=samples, largest=most)
+                    growth = _GROWTH_AFTER_FAILURES if failures else GROWTH_AFTER_FAILURE
+                    self._backoffs.fail(widths, size, target_batch=samples, largest=most, growth=growth)
                 elif not wait_for_memory(tries, may_wait=True):
                     raise self._refuse(done.message, sample_of(window, start))
+                failures += 1
                 tries += size == 1
                 continue
-            start, tries = start + size, 0
+            start, tries, failures = start + size, 0, 0
             result = [done]
             del done  # the next part needs its memory
             yield size, result.pop()

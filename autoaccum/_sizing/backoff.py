@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from autoaccum._sizing.frontier import are_within
-from autoaccum._sizing.planner import shrink
+from autoaccum._sizing.planner import GROWTH_AFTER_FAILURE, shrink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -73,12 +73,15 @@ class Backoff:
         """Whether the size stays as it is, unless it fails."""
         return self.size == self._largest and not self._waits
 
-    def fail(self, size: int) -> int | None:
-        """Record that `size` ran out of memory; return the size to use now, or None if there is none smaller."""
+    def fail(self, size: int, growth: float = GROWTH_AFTER_FAILURE) -> int | None:
+        """Record that `size` ran out of memory; return the size to use now, or None if there is none smaller.
+
+        The number of micro-batches grows as in `shrink`.
+        """
         self._waits[size] = min(2 * self._waits.get(size, FIRST_WAIT_WINDOWS // 2), LONGEST_WAIT_WINDOWS)
         self._due[size] = self._window + self._waits[size]
         self._since = self._window
-        smaller = shrink(self._target_batch, size)
+        smaller = shrink(self._target_batch, size, growth)
         if smaller is not None:
             self.size = min(self.size, smaller)
         return smaller
@@ -142,11 +145,19 @@ class Backoffs:
         """Return the most samples of these widths to use now, at most `most`."""
         return min([most, *(one.size for failed, one in self._by_widths.items() if are_within(failed, widths))])
 
-    def fail(self, widths: Widths, size: int, *, target_batch: int, largest: int) -> bool:
+    def fail(
+        self,
+        widths: Widths,
+        size: int,
+        *,
+        target_batch: int,
+        largest: int,
+        growth: float = GROWTH_AFTER_FAILURE,
+    ) -> bool:
         """Record that so many samples ran out of memory; return whether there is a smaller size."""
         if widths not in self._by_widths:
             self.begin(widths, target_batch, max(size, largest))
-        return self._by_widths[widths].fail(size) is not None
+        return self._by_widths[widths].fail(size, growth) is not None
 
     def begin(self, widths: Widths, target_batch: int, largest: int) -> Backoff:
         """Return a new backoff of samples of these widths."""

@@ -100,12 +100,15 @@ def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:
     return (small + 1,) * larger_ones + (small,) * (parts - larger_ones)
 
 
-def shrink(samples: int, failed_size: int) -> int | None:
-    """Return the largest micro-batch to try after `failed_size` ran out of memory; None after a single sample."""
+def shrink(samples: int, failed_size: int, growth: float = GROWTH_AFTER_FAILURE) -> int | None:
+    """Return the largest micro-batch to try after `failed_size` ran out of memory; None after a single sample.
+
+    The number of micro-batches grows by at least one, and by the factor `growth`.
+    """
     if failed_size == 1:
         return None
     steps = -(-samples // failed_size)
-    steps = max(steps + 1, int(steps * GROWTH_AFTER_FAILURE))
+    steps = max(steps + 1, int(steps * growth))
     # The failed size may have been smaller than in an even cut: the next one has to be smaller still.
     return max(1, min(-(-samples // steps), failed_size - 1))
 

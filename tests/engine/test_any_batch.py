@@ -30,7 +30,7 @@ def test_results_are_those_of_the_whole_batch_in_its_order():
 
     torch.testing.assert_close(batched(of)(inputs), model(inputs))
 
-    assert sizes == [10, 5, 4, 4, 2]
+    assert sizes == [10, 5, 3, 3, 3, 1]
 
 
 def test_size_is_remembered_and_grows_back():
@@ -44,6 +44,19 @@ def test_size_is_remembered_and_grows_back():
 
     assert sizes[:2] == [4, 4]
     assert 8 in sizes
+
+
+def test_parts_halve_while_they_fail_and_grow_back_to_as_few_as_fit():
+    of, sizes = limited(112, lambda batch: batch)
+    run = batched(of, device=autoaccum.Simulated("1MiB"))
+    run(torch.zeros(3000))
+    first = list(sizes)
+
+    for _ in range(24):
+        run(torch.zeros(3000))
+
+    assert first == [3000, 1500, 750, 375, 188, *[94] * 31, 86]
+    assert sizes[-27:] == [*[112] * 26, 88]
 
 
 def test_results_may_be_nested_and_hold_lists():

@@ -31,6 +31,10 @@ def test_first_failure_of_a_full_window_halves_it_and_the_next_takes_a_third():
     assert shrink(100, 34) == 25
 
 
+def test_sizes_that_fail_again_may_halve():
+    assert [shrink(3000, size, 2) for size in (3000, 1500, 750, 375, 188, 1)] == [1500, 750, 375, 188, 94, None]
+
+
 def test_plan_avoids_sizes_that_a_trial_showed_to_fail():
     trials = (Trial(8, True, None, 0.1), Trial(30, False, None, 0.1))
 
