@@ -1,4 +1,8 @@
-"""Checks that all ranks of a training started with the same configuration, and gives them the same initial weights."""
+"""Checks that all ranks of a training have the same configuration, and gives them the same weights to begin with.
+
+What is compared when a training begins is one record, made in `make_alike`. The settings of the optimizer, which
+schedulers and callbacks move, are compared again before each optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +12,171 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
+from autoaccum._distributed.described import form_of, lines_of, lines_of_module, parts_of, text_of
 from autoaccum._engine.dtensor import is_spread
+from autoaccum._engine.finiteness import coming
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import name_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._system.notices import Notices
 
+# The options of which ranks need the same.
+_OPTIONS = ("loss", "loss_reduction", "forward", "split", "batchnorm", "clip_grad_norm", "on_nan")
+# Entries of an optimizer's group with an item for each parameter, of which the number is compared.
+_OF_PARAMETERS = frozenset({"params", "param_names"})
+# Types of settings that `repr` describes in full.
+_PLAIN = frozenset({float, int, bool, str, type(None)})
+
 
 def make_alike(ranks: Ranks, step: GradientStep, arguments: Mapping[str, Any]) -> None:
     """Reject what ranks cannot do together, and ranks that differ, and say in what; give all the weights of rank 0.
 
+    Args:
+        ranks: All ranks.
+        step: This rank's training step.
+        arguments: What has to be the same beside the step and its options, by name.
+
     Raises:
         InvalidInputError: They differ, which is raised on every rank; or each can tell by itself what it cannot do.
     """
-    modules = step.objective.modules
+    modules, options = step.objective.modules, step.options
     _refuse_unsupported_layers(modules)
-    if (scope := step.options.loss_scope) != "micro_batch":
+    if (scope := options.loss_scope) != "micro_batch":
         raise InvalidInputError(
             f"loss_scope={scope!r} computes the loss of a whole window at once, but each of {ranks.size} ranks holds "
             "only a part of it; train in one process"
         )
-    named = [(f"{at}.{name}", tensor) for at, module in enumerate(modules) for name, tensor in _tensors(module)]
     mine = {
-        **{name: repr(value) for name, value in arguments.items()},
-        "model": "; ".join(f"{name}: {_form(tensor)}" for name, tensor in named),
-        "optimizer": _in_words(step.optimizer) if isinstance(step, TrainingStep) else "",
-        "device": step.memory.device.type,
-        "precision": step.precision.name,
+        **{name: lines_of(value) for name, value in arguments.items()},
+        **{name: lines_of(getattr(options, name)) for name in _OPTIONS},
+        "model": [line for module in modules for line in lines_of_module(module)],
+        "optimizer": _lines_of_optimizer(step),
+        "device": [step.memory.device.type],
+        "precision": [step.precision.name],
     }
-    said = ranks.exchange("arguments", mine)
-    for name in mine:
-        for rank, theirs in enumerate(said[1:], 1):
-            if theirs[name] != said[0][name]:
-                found = _first_difference(said[0][name], theirs[name])
+    _refuse_differences(ranks.exchange("arguments", mine), "every process of a training needs the same")
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    _broadcast(ranks, step, [*tensors, *(value for _, value in _state_of(step) if _is_sent(value, step))])
+
+
+def _refuse_differences(said: Sequence[Mapping[str, Sequence[str]]], remedy: str) -> None:
+    """Raise InvalidInputError if ranks say different things, with the first of them."""
+    first, *others = said
+    for name, lines in first.items():
+        for rank, theirs in enumerate(others, 1):
+            pairs = itertools.zip_longest(theirs[name], lines, fillvalue="nothing")
+            there, here = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            if there != here:
                 raise InvalidInputError(
-                    f"rank {rank} has another {name} than rank 0 ({found}); every process of a training needs the same"
+                    f"rank {rank} has another {name} than rank 0 ({there}, and {here} on rank 0); {remedy}"
                 )
-    _broadcast_weights(ranks, step, [tensor for _, tensor in named])
+
+
+class SharedSettings:
+    """The settings of an optimizer's groups, compared with those of the other ranks before each optimizer step.
+
+    Args:
+        step: This rank's training step; one without an optimizer has no settings.
+    """
+
+    def __init__(self, step: GradientStep) -> None:
+        self._step = step
+        self._copies: dict[int, Tensor] = {}  # of settings that are on a GPU, by their identities
+        self._arrival: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """Begin to copy what is on a GPU: a copy made at the end of a window would wait for all of its work."""
+        if self._step.memory.device.type == "cuda":
+            settings = [value for group in self._groups() for value in group.values()]
+            found = {id(one): one for one in settings if isinstance(one, Tensor) and one.is_cuda and not is_spread(one)}
+            self._copies, self._arrival = coming(found, self._step.memory.device) if found else ({}, None)
+
+    def digest(self) -> bytes:
+        """Return a digest, equal wherever settings are the same objects or written alike."""
+        text = "".join(
+            repr({name: one if _is_plain(one) else self._text(name, one) for name, one in group.items()})
+            for group in self._groups()
+        )
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+    def lines(self) -> list[str]:
+        """Return them in words."""
+        return [
+            f"{name}={self._text(name, one)} in group {number}"
+            for number, group in enumerate(self._groups())
+            for name, one in sorted(group.items())
+        ]
+
+    def compare(self, ranks: Ranks) -> None:
+        """Raise InvalidInputError on all ranks if their settings differ; call it where their digests do."""
+        _refuse_differences(
+            ranks.exchange("settings", {"optimizer": self.lines()}),
+            "nothing has changed in this window. A scheduler has to be the same on all ranks, and as long on each, "
+            "whatever the length of its loader; a callback has to set the same on all",
+        )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._step.optimizer.param_groups if isinstance(self._step, TrainingStep) else []
+
+    def _text(self, name: str, value: Any) -> str:
+        if name in _OF_PARAMETERS:
+            return str(len(value))
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return text_of(self._copies.get(id(value), value))
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
+
+
+def _lines_of_optimizer(step: GradientStep) -> list[str]:
+    """Return the class of the optimizer, its settings, which parameter is in which group, and its state."""
+    if not isinstance(step, TrainingStep):
+        return []
+    named = (pair for module in step.objective.modules for pair in module.named_parameters())
+    names = {parameter: name for name, parameter in named}
+    places = [
+        f"{names[parameter]!r} in group {number}"
+        for number, group in enumerate(step.optimizer.param_groups)
+        for parameter in group["params"]
+    ]
+    state = [f"{name}={form_of(one) if _is_sent(one, step) else text_of(one)}" for name, one in _state_of(step)]
+    return [name_of(step.optimizer), *SharedSettings(step).lines(), *places, *state]
+
+
+def _state_of(step: GradientStep) -> list[tuple[str, Any]]:
+    """Return what the optimizer has for each parameter."""
+    if not isinstance(step, TrainingStep):
+        return []
+    state = step.optimizer.state
+    return [
+        (f"{name} of parameter {number}", value)
+        for number, parameter in enumerate(step.held())
+        for name, value in state.get(parameter, {}).items()
+    ]
+
+
+def _is_sent(value: Any, step: GradientStep) -> bool:
+    """Whether a state of the optimizer becomes that of rank 0, rather than being compared, as counts of steps are."""
+    return isinstance(value, Tensor) and value.numel() > 1 and value.device.type == step.memory.device.type
 
 
 def _refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
     """Reject layers that communicate in their forward pass, or whose tensors cannot be sent in flat buffers."""
     for module in modules:
-        for name, tensor in _tensors(module):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.layout is not torch.strided:
                 raise InvalidInputError(
                     f"{name!r} is a tensor of layout {tensor.layout}, which several ranks cannot send each other; keep "
@@ -76,7 +191,7 @@ def _refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def _broadcast_weights(ranks: Ranks, step: GradientStep, named: Sequence[Tensor]) -> None:
+def _broadcast(ranks: Ranks, step: GradientStep, named: Sequence[Tensor]) -> None:
     """Give every rank the tensors of rank 0, except for those that are sharded or on another device.
 
     Raises:
@@ -84,7 +199,7 @@ def _broadcast_weights(ranks: Ranks, step: GradientStep, named: Sequence[Tensor]
     """
     device = step.memory.device.type
     whole = (one for one in named if one.device.type == device and not is_spread(one))
-    tensors = list({id(part): part for tensor in whole for part in _parts(tensor)}.values())
+    tensors = list({id(part): part for tensor in whole for part in parts_of(tensor)}.values())
     for tensor in tensors:
         if (plain := as_plain(tensor)) is not tensor:
             storage = tensor.untyped_storage().data_ptr()
@@ -110,36 +225,3 @@ def warn_of_same_samples(ranks: Ranks, first: Window, notices: Notices) -> None:
             "every rank's loader gives the same samples, so each is used once by every rank; pass shard=True, or give "
             "each rank its own by a DistributedSampler"
         )
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return itertools.chain(module.named_parameters(), module.named_buffers())
-
-
-def _form(tensor: Tensor) -> str:
-    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    parts = " and ".join(f"{tuple(part.shape)} of {part.dtype}" for part in _parts(tensor))
-    return f"{parts} (frozen)" if is_frozen else parts
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that make up a quantised one; any other as it is."""
-    if is_spread(tensor) or not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]
-
-
-def _in_words(optimizer: torch.optim.Optimizer) -> str:
-    found = [name_of(optimizer)]
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            plain = value.tolist() if isinstance(value, Tensor) else len(value) if name == "params" else value
-            found.append(f"{name}={plain} in group {number}")
-    return "; ".join(found)
-
-
-def _first_difference(one: str, other: str) -> str:
-    pairs = itertools.zip_longest(one.split("; "), other.split("; "), fillvalue="nothing")
-    here, there = next((a, b) for a, b in pairs if a != b)
-    return f"{there}, and {here} on rank 0"

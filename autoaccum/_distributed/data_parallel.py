@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
+from autoaccum._distributed.consistency import SharedSettings
 from autoaccum._distributed.process_group import OutOfMemoryElsewhereError
 from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
@@ -62,6 +63,7 @@ class Part(NamedTuple):
         weight: What the part's loss is divided by, NaN if nothing counts in it and it does not exist; None if that
             makes no difference.
         known: What is known about the losses and of their names, in short.
+        settings: A digest of the settings of the optimizer's groups.
         flags: Which parameters have a gradient and which buffers were written, packed.
         requests: Actions that the rank requests after this window, as bits.
         failed: What ran out of memory on it since its last message: samples and widths.
@@ -73,6 +75,7 @@ class Part(NamedTuple):
     samples: int
     weight: float | None
     known: bytes
+    settings: bytes
     flags: bytes
     requests: int
     failed: tuple[tuple[int, Widths], ...]
@@ -114,6 +117,7 @@ class RankPeers(Peers):
         self.is_decided = False
         self._requests = requests
         self._drops = drops
+        self._settings = SharedSettings(step)
         self._trained = trained(step)
         self._wanted: list[bool] = []  # which parameters have a gradient on any rank
         self._buffers = _SharedBuffers(step)
@@ -176,6 +180,7 @@ class RankPeers(Peers):
     def begin_attempt(self) -> None:
         """As for `Peers`."""
         self._is_awaited = False
+        self._settings.begin()
 
     def failed(self, error: Exception, work: Work) -> None:
         """Let all begin the window again if the others wait for this rank, which lacks memory.
@@ -229,13 +234,15 @@ class RankPeers(Peers):
         """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
 
         Raises:
-            InvalidInputError: Ranks know different things of the losses. Raised on every rank.
+            InvalidInputError: Their optimizers have unlike settings. Raised on every rank.
             RankFailedError: Another rank cannot continue.
         """
         weights, known = self._step.objective.weights, self._known(given.slots)
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self._exchange_parts(given, known)
+        if len({part.settings for part in self.parts}) > 1:
+            self._settings.compare(self.ranks)
         for part, is_like in zip(self.parts, self._are_like, strict=True):
             if part.failed and is_like:  # else every rank would find it out by failing, and the others wait each time
                 work.adopt(part.failed)
@@ -271,6 +278,7 @@ class RankPeers(Peers):
             samples=self._window.samples,
             weight=_on_the_host(given.weight),
             known=known,
+            settings=self._settings.digest(),
             flags=np.packbits(np.array(flags, dtype=bool)).tobytes(),
             requests=self._requests(),
             failed=tuple(self._sizing.failed),

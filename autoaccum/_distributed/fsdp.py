@@ -78,6 +78,7 @@ class ShardedRankPeers(RankPeers):
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
+        super().begin_attempt()
         self._is_awaited = True
         sizing = self._sizing
         if self._larger is not None and self._larger > sizing.plan.micro_batch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import StepReport
 
+_K = TypeVar("_K")
 # Halving at every skipped window takes a scaler from 65,536 to under 1e-10 in this many windows.
 _SKIPPED_IN_A_ROW = 50
 # Devices other than CUDA's are asked once in so many windows, with one wait.
@@ -79,7 +80,7 @@ class Finiteness:
         if device is None:
             self._judge(report.step, values)
         else:
-            self._coming.append((report.step, *_copied(values, device)))
+            self._coming.append((report.step, *coming(values, device)))
 
     def finish(self) -> None:
         """Check all remaining windows, which waits for the device."""
@@ -157,7 +158,7 @@ class Finiteness:
                     yield f"the optimizer's {name} of parameter {number}", value
 
 
-def _copied(values: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], torch.cuda.Event | None]:
+def coming(values: dict[_K, Any], device: torch.device) -> tuple[dict[_K, Any], torch.cuda.Event | None]:
     """Begin to copy values to the host; return the copies, and the event of their arrival, or else the values."""
     if device.type != "cuda":
         return values, None
@@ -165,7 +166,7 @@ def _copied(values: dict[str, Any], device: torch.device) -> tuple[dict[str, Any
     for name, value in values.items():
         number = torch.as_tensor(value).detach()
         # In pinned memory, so that nothing waits for the copy.
-        copies[name] = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        copies[name] = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return copies, event

@@ -174,7 +174,7 @@ class Accumulator:
             self._step.precision.name, self._step.objective.casts_itself = half, True
         if batches is not None:
             self._step.scale = _divided(self._step.scale, batches)
-        self._ranks = _ranks(self._step)
+        self._ranks = _ranks(self._step, scale)
         self._limit = StepLimit(backend, limit_bytes)
         ranks, step = self._ranks, self._step
         self._savings = Savings(step.objective.modules, names, backend, notices)
@@ -319,7 +319,7 @@ def _entries(
     return entry
 
 
-def _ranks(step: GradientStep) -> Ranks | None:
+def _ranks(step: GradientStep, scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None) -> Ranks | None:
     """Join the other processes of this training, and give all of them the weights of the first; None if there are none.
 
     Raises:
@@ -334,7 +334,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
         )
-    make_alike(ranks, step, {"batchnorm": step.options.batchnorm})
+    make_alike(ranks, step, {"scale": scale.state_dict() if isinstance(scale, torch.amp.GradScaler) else scale})
     return ranks
 
 

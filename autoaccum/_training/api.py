@@ -19,7 +19,7 @@ from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.dtensor import check_sharded
-from autoaccum._engine.metrics import check_metrics
+from autoaccum._engine.metrics import check_metrics, metrics_by_name
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import Savings
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import FitResult
 
-# Arguments that must be the same on all ranks, beside those of which something else is compared.
+# Arguments that must be the same on all ranks, beside those that are options of the step.
 _ALIKE_ON_RANKS = (
-    *("target_batch", "target_tokens", "drop_last", "shard", "epochs", "max_steps", "clip_grad_norm", "val_every"),
-    *("loss_reduction", "batchnorm", "on_nan", "lr_scaling", "base_batch", "noise_scale", "memory"),
+    *("target_batch", "target_tokens", "drop_last", "shard", "epochs", "max_steps", "val_every"),
+    *("scheduler_interval", "lr_scaling", "base_batch", "noise_scale", "memory"),
 )
 
 
@@ -380,7 +380,11 @@ def _check_ranks(ranks: Ranks, step: TrainingStep, given: Mapping[str, Any], mea
     asked = {f"{name}={given[name]!r}": bool(means[name]) for name in ("memory", "noise_scale", "target_tokens")}
     grows_from = check_sharded(step.objective.modules, ranks.size, asked)
     are_given = {name: given[name] is not None for name in ("checkpoint", "val_loader")}
-    make_alike(ranks, step, {name: means[name] for name in _ALIKE_ON_RANKS} | are_given)
+    further = {
+        "scheduler": optimizers.parts_of_scheduler(given["scheduler"]),
+        "metrics": metrics_by_name(given["metrics"]),
+    }
+    make_alike(ranks, step, {name: means[name] for name in _ALIKE_ON_RANKS} | are_given | further)
     return grows_from
 
 

@@ -1,0 +1,153 @@
+"""Describes what ranks must have alike in lines of text, which are equal wherever it is alike.
+
+Numbers and tensors are described by their values, functions and classes by their names, and objects of torch,
+torchmetrics and this package by their settings also. Of other objects only the class counts, since they may hold what
+legitimately differs from rank to rank. No line has an address in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autoaccum._distributed.buckets import as_plain
+from autoaccum._engine.dtensor import is_spread
+from autoaccum._loss.closures import Closure
+
+# A tensor of more elements is described by a checksum.
+_FEW = 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The classes whose settings are compared: constructor's arguments that are kept as attributes.
+_WITH_SETTINGS = ("torch.nn.modules.", "torch.optim.", "torchmetrics.", "autoaccum.")
+# How a script is called on the rank that started the others, and on those.
+_SCRIPT = ("__main__", "__mp_main__")
+
+
+def lines_of(value: Any) -> list[str]:
+    """Return the description of a value, line by line, so that the first unlike one says what differs."""
+    if isinstance(value, Mapping):
+        return [f"{text_of(name)}: {line}" for name, part in value.items() for line in lines_of(part)]
+    if isinstance(value, list | tuple):
+        return [line for part in value for line in lines_of(part)]
+    if settings := _settings(value):
+        kind = _name(type(value))
+        return [kind, *(f"{name}={text_of(one)} of {kind}" for name, one in settings.items())]
+    return [text_of(value)]
+
+
+@functools.singledispatch
+def text_of(value: Any) -> str:
+    """Return the description of a value in one line."""
+    if hasattr(value, "__qualname__"):
+        return _name(value)
+    settings = ", ".join(f"{name}={text_of(one)}" for name, one in _settings(value).items())
+    return f"{_name(type(value))}({settings})"
+
+
+@text_of.register
+def _(value: int | complex | str | bytes | torch.dtype | None) -> str:
+    return repr(value)
+
+
+@text_of.register
+def _(value: np.generic | np.ndarray) -> str:
+    return text_of(value.tolist())
+
+
+@text_of.register
+def _(value: list | tuple) -> str:  # type: ignore[type-arg]
+    return f"({', '.join(map(text_of, value))})"
+
+
+@text_of.register
+def _(value: set | frozenset) -> str:  # type: ignore[type-arg]
+    return f"{{{', '.join(sorted(map(text_of, value)))}}}"
+
+
+@text_of.register
+def _(value: float) -> str:
+    return repr(value).removesuffix(".0")  # a rate of 1 is one of 1.0
+
+
+@text_of.register
+def _(value: Mapping) -> str:  # type: ignore[type-arg]
+    return f"{{{', '.join(f'{text_of(name)}: {text_of(part)}' for name, part in value.items())}}}"
+
+
+@text_of.register
+def _(value: Closure) -> str:
+    return text_of(value.function)
+
+
+@text_of.register
+def _(value: functools.partial) -> str:  # type: ignore[type-arg]
+    return f"{text_of(value.func)} with {text_of(value.args)} and {text_of(value.keywords)}"
+
+
+@text_of.register
+def _(value: Tensor) -> str:
+    form = form_of(value)
+    is_whole = not (is_spread(value) or is_traceable_wrapper_subclass(value) or value.is_quantized)
+    if not is_whole or value.layout is not torch.strided or value.is_meta:
+        return form
+    if value.numel() <= _FEW:
+        return text_of(value.tolist())
+    plain = as_plain(value.detach()).contiguous()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    return f"{form} (checksum {int(plain.view(_INTEGERS[plain.itemsize]).sum(dtype=torch.int64))})"
+
+
+def form_of(tensor: Tensor) -> str:
+    """Return the shape and type of a tensor."""
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _name(thing: Any) -> str:
+    """Return the name of a function or class."""
+    module = getattr(thing, "__module__", None)
+    is_clear = module is None or module in _SCRIPT or module.startswith(("torch.", "builtins"))
+    return str(thing.__qualname__) if is_clear else f"{module}.{thing.__qualname__}"
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    if not f"{type(value).__module__}.".startswith(_WITH_SETTINGS):
+        return {}
+    own = {**vars(value), **vars(value).get("_buffers", {})} if hasattr(value, "__dict__") else {}
+    return {name: own[name] for name in _arguments_of(type(value).__init__) if name in own}
+
+
+@functools.cache
+def _arguments_of(constructor: Callable[..., None]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(constructor).parameters)
+    except (TypeError, ValueError):  # it has none that can be read
+        return ()
+
+
+# --- the parts of a training ------------------------------------------------------------------------------------------
+
+
+def lines_of_module(module: nn.Module) -> list[str]:
+    """Return the layers of a module with their settings and modes, and the shapes of its tensors."""
+    lines = []
+    for name, layer in module.named_modules():
+        lines.append(f"{name or 'the whole'}: {text_of(layer)}{'' if layer.training else ' in evaluation mode'}")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        lines.append(f"{name}: {' and '.join(map(form_of, parts_of(tensor)))}{' (frozen)' if is_frozen else ''}")
+    return lines
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that make up a quantised one; any other as it is."""
+    if is_spread(tensor) or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]

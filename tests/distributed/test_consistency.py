@@ -1,0 +1,86 @@
+"""What ranks must have alike: a difference is refused on all of them, and none is seen where there is none."""
+
+import pytest
+import torch
+
+import autoaccum
+import rank_differences
+from rank_training import assert_alike
+
+
+def assert_refused(answers, *, names):
+    assert len(set(map(str, answers))) == 1, answers
+    for answer in answers:
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert names in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [(what, number) for what, cases in rank_differences.AT_THE_START.items() for number in range(len(cases))],
+)
+def test_what_differs_at_the_start_is_refused_on_all_ranks(crew, what, number):
+    answers = crew.answers("rank_differences:differing_at_the_start", what, number, 1, size=2)
+
+    assert_refused(answers, names=f"rank 1 has another {what} than rank 0")
+
+
+@pytest.mark.parametrize(("who", "named"), [(0, 1), (2, 2)])
+def test_difference_names_the_rank_the_setting_and_both_values(crew, who, named):
+    answers = crew.answers("rank_differences:differing_at_the_start", "loss", 1, who, size=3)
+
+    there, here = (f"label_smoothing={value} of CrossEntropyLoss" for value in ((0, 0.5) if who == 0 else (0.5, 0)))
+    assert_refused(answers, names=f"rank {named} has another loss than rank 0 ({there}, and {here} on rank 0)")
+
+
+@pytest.mark.parametrize("what", rank_differences.CHANGES)
+def test_setting_that_a_callback_changes_on_one_rank_is_refused_before_the_next_optimizer_step(crew, what):
+    found = crew.run("rank_differences:differing_later", what, 1, size=2)
+
+    assert len({one["error"] for one in found}) == 1
+    assert "rank 1 has another optimizer than rank 0" in found[0]["error"]
+    assert [(one["windows"], one["are as before"], one["gradients"]) for one in found] == [(2, True, 0)] * 2
+    assert all(map(torch.equal, found[0]["parameters"], found[1]["parameters"]))
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_rate_that_a_callback_sets_is_refused_on_all_of_three_ranks_with_both_values(crew, who):
+    found = crew.run("rank_differences:differing_later", "lr of the last group", who, size=3)
+
+    named, there, here = (1, "0.01", "0.05") if who == 0 else (2, "0.05", "0.01")
+    for one in found:
+        assert f"rank {named} has another optimizer than rank 0 (lr={there} in group 1, and lr={here}" in one["error"]
+        assert (one["windows"], one["are as before"]) == (2, True)
+
+
+@pytest.mark.parametrize("what", ["lr", "tensor"])
+def test_rate_that_a_callback_sets_on_one_rank_is_refused_in_a_sharded_model(crew, what):
+    found = crew.run("rank_differences:differing_later", what, 1, is_sharded=True, size=2)
+
+    for one in found:
+        assert "rank 1 has another optimizer than rank 0 (lr=" in one["error"]
+        assert (one["windows"], one["are as before"]) == (2, True)
+
+
+def test_schedules_of_other_lengths_are_refused_before_parameters_differ(crew):
+    found = crew.run("rank_differences:scheduled_otherwise", 1, size=2)
+
+    for one in found:
+        assert "rank 1 has another optimizer than rank 0 (lr=" in one["error"]
+        assert (one["windows"], one["are as before"]) == (1, True)
+
+
+@pytest.mark.parametrize("what", rank_differences.MAY_DIFFER)
+def test_what_is_alike_or_may_differ_is_not_refused(crew, what):
+    assert_alike(crew.run("rank_differences:alike", what, size=2))
+
+
+def test_state_that_an_optimizer_begins_with_is_that_of_rank_0(crew):
+    assert_alike(crew.run("rank_differences:with_unlike_state", size=2))
+
+
+@pytest.mark.parametrize("what", rank_differences.ACCUMULATORS)
+def test_accumulators_that_differ_are_refused_on_all_ranks(crew, what):
+    answers = crew.answers("rank_differences:accumulators", what, 1, size=2)
+
+    assert_refused(answers, names=f"rank 1 has another {what} than rank 0")
