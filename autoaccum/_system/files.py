@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,39 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from os import PathLike
+    from typing import BinaryIO
 
 # The suffix of a file that is being written, which a killed writer leaves behind.
 UNFINISHED = ".unfinished"
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+
+
+class NotAFileError(OSError):
+    """What has the name of a file is a pipe, a socket or a device."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Anything else is refused: opening a pipe would wait for a writer.
+
+    Raises:
+        NotAFileError: It is no regular file.
+        OSError: It cannot be opened.
+    """
+    try:
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115, PTH123 - the caller's; no path takes an opener
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise NotAFileError(errno.EINVAL, "it is no regular file", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise NotAFileError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read(path: Path, most_bytes: int) -> bytes:
@@ -33,7 +62,7 @@ def read(path: Path, most_bytes: int) -> bytes:
         ValueError: It holds more than `most_bytes`, so nothing here has written it.
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"it holds more than {most_bytes} bytes")

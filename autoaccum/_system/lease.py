@@ -2,7 +2,8 @@
 
 The holder has a file in the folder, `.lease-N`, which identifies it and which one of its threads rewrites every few
 seconds. Another process takes over once it has seen that file unchanged for the duration of the lease, by its own
-clock, or at once if the holder was a process of the same machine that has ended.
+clock, or at once if the holder was a process of the same machine that has ended. A lease belongs to one call of `fit`,
+and ends with it even if interrupts keep the call from releasing it; a process that is forked meanwhile has no part in it.
 
 The process whose file exists holds the folder. To take over, a process creates the file with the next number, which
 only one of several can (O_EXCL), checks that the files it judged are unchanged, and removes them. A suspended holder
@@ -31,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from autoaccum._system import launched, signals
+from autoaccum._system import files, launched, signals
 from autoaccum.errors import CheckpointError, CheckpointInUseError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ _STATE, _START = 0, 19
 _ENDED = (b"Z", b"X")
 
 # The leases held by this process, by pid (to exclude forks) and token.
-_held: set[tuple[int, str]] = set()
+_held: dict[tuple[int, str], Lease] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,9 @@ class Lease:
         folder: The folder, which must exist.
 
     Attributes:
+        call: Locked for as long as the lease is in use: `with lease.call`. Leaving that is the one thing that no
+            interrupt can prevent (a lock is left in C), so a lease whose lock is open is released by its thread, or by
+            the next lease of this process on the folder.
         is_lost: Whether the renewing thread has found that another process has taken over; only `check` is
             authoritative.
 
@@ -151,6 +155,7 @@ class Lease:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.call = threading.Lock()
         self._folder = folder
         self._seconds = launched.seconds("AUTOACCUM_LEASE_S", _LEASE_S, _MOST_S)
         self._own = replace(Holder.own(), token=secrets.token_hex(16), lease_s=self._seconds)
@@ -205,7 +210,11 @@ class Lease:
         silent = []
         for (_, content), age_s in self._ages.items():
             holder = Holder.of(content)
-            if (os.getpid(), holder.token) in _held:
+            held = _held.get((os.getpid(), holder.token))
+            if held is not None and not held.call.locked():
+                held.release()  # interrupts have kept its call from that
+                return ""
+            if held is not None:
                 raise CheckpointInUseError(
                     f"the checkpoint folder {self._folder} is in use by another call of fit in this process; give "
                     "each call its own folder"
@@ -253,9 +262,9 @@ class Lease:
                 for other, content in judged.items():
                     if _bytes_of(other) == content:
                         other.unlink(missing_ok=True)
-                is_holder = self._is_there()
-            if is_holder:
-                self._begin_to_renew()
+                if self._is_own(path):
+                    self._begin_to_renew()
+                    is_holder = True
         finally:
             if not is_holder:
                 self._remove()
@@ -290,14 +299,19 @@ class Lease:
         """Check that this process still holds the folder.
 
         Raises:
-            CheckpointInUseError: Another process has taken it over.
+            CheckpointInUseError: Another process has taken it over; or this process was forked from the holder.
             CheckpointError: The folder is gone or cannot be read.
         """
-        if self._path is None or self._process != os.getpid():
+        if self._path is None:
             return
+        if self._process != os.getpid():
+            raise CheckpointInUseError(
+                f"the checkpoint folder {self._folder} is in use by process {self._process}, from which this one was "
+                "forked; nothing is written here; end a forked process with os._exit() where it was forked"
+            )
         for pause_s in (*_PAUSES_S, None):
             try:
-                is_there = self._is_there()
+                is_there = self._is_own(self._path)
                 break
             except OSError as error:
                 if pause_s is None:
@@ -327,34 +341,34 @@ class Lease:
             return
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(timeout=_LEASE_S)  # it may be waiting for a file server
+            self._thread.join(timeout=_LEASE_S)  # it removes the file, and may be waiting for a file server
         self._remove()
 
     def _remove(self) -> None:
         """Remove this process's file, if it exists; if that fails, others find this process gone, or not renewing."""
-        _held.discard((self._process, self._own.token))
+        path, self._path = self._path, None
         with contextlib.suppress(OSError):
-            if self._is_there():
-                assert self._path is not None
-                self._path.unlink()
-        self._path = None
+            if path is not None and self._is_own(path):
+                path.unlink(missing_ok=True)
+        _held.pop((self._process, self._own.token), None)
 
-    def _is_there(self) -> bool:
-        assert self._path is not None
-        content = _bytes_of(self._path)
+    def _is_own(self, path: Path) -> bool:
+        content = _bytes_of(path)
         return content is not None and Holder.of(content).token == self._own.token
 
     def _begin_to_renew(self) -> None:
         # A daemon, so that it keeps no process alive. Forked processes do not have it.
-        self._thread = threading.Thread(target=self._renew_until_stopped, name="autoaccum-lease", daemon=True)
-        self._thread.start()
-        _held.add((self._process, self._own.token))
+        thread = threading.Thread(target=self._renew_until_stopped, name="autoaccum-lease", daemon=True)
+        _held[self._process, self._own.token] = self
+        thread.start()
+        self._thread = thread
 
     def _renew_until_stopped(self) -> None:
-        while not self._stop.wait(self._seconds / _RENEWALS):
+        while not self._stop.wait(self._seconds / _RENEWALS) and self.call.locked():
             # Whatever the error, even lack of memory: the next renewal may succeed, and `check` does not depend on it.
             with contextlib.suppress(Exception):
                 self.is_lost = not self._renewed()
+        self._remove()  # here, where no interrupt arrives
 
     def _renewed(self) -> bool:
         """Rewrite this process's file in place; a file that another process has replaced or removed is not touched."""
@@ -382,7 +396,9 @@ def _number(path: Path) -> int:
 def _bytes_of(path: Path) -> bytes | None:
     """Return a file's current content on the file server; None if it does not exist."""
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             return file.read(_MOST_BYTES)
+    except files.NotAFileError:
+        return b""
     except FileNotFoundError:
         return None

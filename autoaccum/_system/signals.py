@@ -34,18 +34,18 @@ _arrived: list[int] = []
 
 
 class _Wrapper:
-    """Keeps a signal while a block holds it back; else passes it to its handler.
+    """Keeps a signal while a block holds it back; else passes it to its handler, as in a process forked in a block.
 
     One for each handler: code inside a block may put a handler of its own before one of these.
     """
 
-    __slots__ = ("handler",)
+    __slots__ = ("handler", "process")
 
     def __init__(self, handler: Any) -> None:
-        self.handler = handler
+        self.handler, self.process = handler, os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _holding:
+        if _holding and self.process == os.getpid():
             _arrived.append(number)
         else:
             self.handler(number, frame)
@@ -88,9 +88,13 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
                 _deliver()
 
     def _wrap(self) -> None:
+        is_outermost = len(_holding) == 1
         for number in _HELD:
             handler = _signal.getsignal(number)
-            if type(handler) is not _Wrapper and callable(handler):
+            if type(handler) is _Wrapper:
+                if is_outermost:  # several interrupts at once have left it there
+                    self._wrappers.append((number, handler))
+            elif callable(handler):
                 wrapper = _Wrapper(handler)
                 self._wrappers.append((number, wrapper))
                 _signal.signal(number, wrapper)
@@ -147,9 +151,10 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, former in self._former.items():
-            signal.signal(number, former)
-        if self._terminated or self.is_ending:
+        with held():
+            for number, former in self._former.items():
+                signal.signal(number, former)
+        if (self._terminated or self.is_ending) and os.getpid() == self._process:
             signal.raise_signal(signal.SIGTERM)
 
     def raise_if_terminated(self) -> None:

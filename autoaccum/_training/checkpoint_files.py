@@ -170,6 +170,7 @@ class Storage:
         Raises:
             CheckpointError: It could not be written, or what it is to hold could not be loaded again.
         """
+        self.guard()
         path = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f".{path.name}.{secrets.token_hex(8)}{files.UNFINISHED}"
         try:
@@ -186,9 +187,10 @@ class Storage:
             if not isinstance(error, OSError):
                 raise
             self.guard()  # the folder may be gone, or of another process by now, which removes what is half written
+            before = f"; those before it are still in {self.folder}" if self._whole else ""
             raise CheckpointError(
-                f"the checkpoint {path} could not be written ({error.strerror or error}); those before it are still in "
-                f"{self.folder}; make room on that disk, or pass another folder as checkpoint="
+                f"the checkpoint {path} could not be written ({error.strerror or error}){before}; make room on that "
+                "disk, or pass another folder as checkpoint="
             ) from error
         self.took(path, val_loss)
         for other in self.found():
@@ -244,7 +246,7 @@ def sha256_of(path: Path) -> str:
     Raises:
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -254,7 +256,7 @@ def _reading(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | files.NotAFileError):
             raise _DamagedError(f"{name} is missing, or no file") from error
         raise CheckpointError(
             f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another folder as "
