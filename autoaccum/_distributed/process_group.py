@@ -213,18 +213,18 @@ def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
         InvalidInputError: Only some of the variables are set.
         RankFailedError: Another process has not joined.
     """
-    makes_group = is_to_be_set_up()
+    makes_group, process = is_to_be_set_up(), os.getpid()
     ranks = all_ranks(memory)
     try:
         yield ranks
     except BaseException as error:
-        if ranks is not None:
+        if ranks is not None and os.getpid() == process:  # else it was forked, and the error is its own
             _failures.append(type(error).__name__)
             if not isinstance(error, RankFailedError):
                 ranks.fail(error)
         raise
     finally:
-        if makes_group:
+        if makes_group and os.getpid() == process:
             distributed.destroy_process_group()
 
 

@@ -82,6 +82,7 @@ class Engine:
         at: How far the current window is.
         oom_events: The failures of the current window for lack of memory, without those of trials.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
+        is_half_done: Whether a window was begun, and neither finished nor restored: a second interrupt can prevent both.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Engine:
         self._savepoint = step.savepoint()
         self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
         self._careful = CarefulPath(step, sizing, self._savepoint, norms=self._norms, peers=peers, noise=noise)
-        self._is_steady = self.is_due = self.has_lost_parameters = False
+        self._is_steady = self.is_due = self.has_lost_parameters = self.is_half_done = False
         self.oom_events: list[MemoryEvent] = []
         self.at = Progress()
         self._warnings_reported = 0
@@ -150,9 +151,11 @@ class Engine:
         except BaseException as error:
             if not is_final():
                 self._give_up(error)
+            self.is_half_done = False
             raise
         finally:
             self._end()
+        self.is_half_done = False
         return done
 
     def _begin(self, window: Window, *, measures_noise: bool) -> None:
@@ -234,6 +237,7 @@ class Engine:
                 copies_all, with_host_random = self.is_due and self.steady.is_first(), self._windows_are_long
                 self._savepoint.take(copies_all=copies_all, is_thorough=self.is_due, with_host_random=with_host_random)
                 self._is_saved = True
+            self.is_half_done = True
             run = self.steady.run if self._is_steady else self._run_carefully
             self._given = run(self._window, self.at)
             self._given.give_zeros()
@@ -345,6 +349,7 @@ class Engine:
                 self.sizing.start = at.done
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
             at.done, at.size, at.sizes, self._given = 0, None, (), None
+            self.is_half_done = False
 
     def _make_smaller(self, event: MemoryEvent) -> None:
         """Choose smaller micro-batches after lack of memory.

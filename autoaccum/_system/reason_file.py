@@ -122,10 +122,11 @@ def writes_reason(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         _take_back()
+        process = os.getpid()
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if _is_lack_of_memory(error):
+            if _is_lack_of_memory(error) and os.getpid() == process:  # else it was forked, and the error is its own
                 # A sample that does not fit: nothing smaller would help.
                 size = 1 if isinstance(error, DoesNotFitError) else getattr(error, "micro_batch", None)
                 write(Reason(OUT_OF_MEMORY, size, message=str(error)))

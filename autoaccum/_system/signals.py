@@ -9,12 +9,15 @@ from __future__ import annotations
 # The functions that `signal.signal` and `signal.getsignal` wrap. The wrappers convert every handler to an enum and
 # back, which costs 13 microseconds per window, as much as all other bookkeeping of a window.
 import _signal
+import functools
 import os
 import signal
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 # Signals for which people write handlers that raise. SIGCHLD is included because a DataLoader's handler raises anywhere
@@ -34,18 +37,18 @@ _arrived: list[int] = []
 
 
 class _Wrapper:
-    """Keeps a signal while a block holds it back; else passes it to its handler, as in a process forked in a block.
+    """Keeps a signal while a block holds it back; else passes it to its handler.
 
     One for each handler: code inside a block may put a handler of its own before one of these.
     """
 
-    __slots__ = ("handler", "process")
+    __slots__ = ("handler",)
 
     def __init__(self, handler: Any) -> None:
-        self.handler, self.process = handler, os.getpid()
+        self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _holding and self.process == os.getpid():
+        if _holding:
             _arrived.append(number)
         else:
             self.handler(number, frame)
@@ -66,6 +69,7 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
     def __enter__(self) -> None:
         self._counts = can_be_handled()
         if self._counts:
+            _follow_forks()
             try:
                 _holding.add(self)
                 self._wrap()
@@ -106,6 +110,18 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
                 _signal.signal(number, now)
 
 
+@functools.cache
+def _follow_forks() -> None:
+    """Let a process that is forked in a block have its signals at once: it may never leave the block."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    _holding.clear()
+    _arrived.clear()
+
+
 def _deliver() -> None:
     """Deliver every signal that arrived, in order, even if handlers raise (KeyboardInterrupt)."""
     if _arrived:
@@ -143,19 +159,21 @@ class Watch:
         self._former: dict[int, Any] = {}
         self._process = os.getpid()
 
-    def __enter__(self) -> Self:
-        if can_be_handled():
-            self._install(signal.SIGTERM, self._on_terminate)
-            if hasattr(signal, "SIGUSR1"):
-                self._install(signal.SIGUSR1, self._on_save_request)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with held():
-            for number, former in self._former.items():
-                signal.signal(number, former)
-        if (self._terminated or self.is_ending) and os.getpid() == self._process:
-            signal.raise_signal(signal.SIGTERM)
+    @contextmanager
+    def handling(self) -> Iterator[Self]:
+        """Handle the signals in a block. A generator also ends where an interrupt comes at the very exit: it is freed."""
+        try:
+            if can_be_handled():
+                self._install(signal.SIGTERM, self._on_terminate)
+                if hasattr(signal, "SIGUSR1"):
+                    self._install(signal.SIGUSR1, self._on_save_request)
+            yield self
+        finally:
+            with held():
+                for number, former in self._former.items():
+                    signal.signal(number, former)
+            if (self._terminated or self.is_ending) and os.getpid() == self._process:
+                signal.raise_signal(signal.SIGTERM)
 
     def raise_if_terminated(self) -> None:
         """Raise `Terminated` if it was lost: Python drops exceptions of handlers while an object is finalized."""

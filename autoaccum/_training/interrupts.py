@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,15 @@ class Interrupts:
     def __init__(
         self, call: Call, progress: TrainingProgress, lifecycle: PlanLifecycle, checkpoints: Checkpoints | None
     ) -> None:
-        self._progress, self._lifecycle, self._checkpoints = progress, lifecycle, checkpoints
+        self._progress, self._lifecycle, self._all_checkpoints = progress, lifecycle, checkpoints
+        self._process = os.getpid()
         self._world, self._notices = call.world, call.notices
         self._watch = signals.Watch(waits=not call.world.is_alone)
+
+    @property
+    def _checkpoints(self) -> Checkpoints | None:
+        """As above; None in a process that was forked from the one that trains."""
+        return self._all_checkpoints if os.getpid() == self._process else None
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context that handles signals; a signal that ends the process takes effect when the context ends."""
@@ -53,7 +60,7 @@ class Interrupts:
                 "checkpoint: SIGTERM and SIGUSR1 write none, since fit was called outside of the main thread, where "
                 "Python handles no signals (as in a worker of Ray Train); those at intervals and at the end are written"
             )
-        return self._watch
+        return self._watch.handling()
 
     # --- between two windows ------------------------------------------------------------------------------------------
 
@@ -179,7 +186,9 @@ class Interrupts:
         """Whether the state in memory is not the last whole state: no checkpoint may hold half an optimizer step."""
         runner = self._lifecycle.current
         is_behind = self._progress.state.windows != runner.events.windows  # of the optimizer, or before it
-        return not self._progress.is_whole or is_behind or runner.engine.has_lost_parameters or _is_of_damage(error)
+        engine = runner.engine
+        is_lost = engine.has_lost_parameters or engine.is_half_done
+        return not self._progress.is_whole or is_behind or is_lost or _is_of_damage(error)
 
 
 def _is_of_damage(error: BaseException | None) -> bool:

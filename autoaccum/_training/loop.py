@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 from collections import deque
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 _READ_EVERY = 256
 # Reports that are kept for `FitResult.history`; each takes some 600 bytes.
 _HISTORY = 10_000
+# In a forked process: what its parent still trains with. To free it would end the workers of the parent's loader.
+_of_parent: list[Training] = []
 _NOT_SHUFFLED = (
     "the loader does not shuffle; where its samples are sorted, those of a window are more alike than those of the "
     "data, and the noise scale that is measured is too small; pass shuffle=True"
@@ -95,8 +98,9 @@ class Training:
             started: Start of the call, from `time.perf_counter`.
         """
         call, memory = self._call, self._step.memory
+        process, lease = os.getpid(), None if self._checkpoints is None else self._checkpoints.lease
         # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
-        with self._interrupts.watching():
+        with self._interrupts.watching(), nullcontext() if lease is None else lease.call:
             try:
                 self._observers.on_fit_start(
                     epochs=call.epochs, max_steps=call.max_steps, steps_per_epoch=call.steps_per_epoch
@@ -120,8 +124,11 @@ class Training:
                     self._notices.say(call.noise.summary(samples, own, in_tokens=in_tokens))
                 result = self._result(started)
             except BaseException as error:
-                self._leave_result(error, started)
-                self._end(None, error, started)
+                if os.getpid() == process:
+                    self._leave_result(error, started)
+                    self._end(None, error, started)
+                else:
+                    _of_parent.append(self)
                 raise
             self._end(result, None, started)
         return result

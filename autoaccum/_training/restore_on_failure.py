@@ -7,6 +7,7 @@ gradients and optimizer state.
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +15,7 @@ import torch
 
 from autoaccum._data.loaders import generators_of
 from autoaccum._data.random_state import RandomState, set_states, states_of
+from autoaccum._system import signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,6 +38,7 @@ class Untouched:
 
     def __init__(self, device: torch.device, folders: Iterable[Path | None], loaders: Iterable[Any]) -> None:
         self.training: Training | None = None
+        self._process = os.getpid()
         random = RandomState(device)
         random.take()
         generators = [generator for loader in loaders for generator in generators_of(loader)]
@@ -49,13 +52,15 @@ class Untouched:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or (self.training is not None and self.training.windows):
+        is_forked = os.getpid() != self._process
+        if kind is None or is_forked or (self.training is not None and self.training.windows):
             return
-        for undo in self._undo:
-            undo()
-        for folder in self._folders:
-            with contextlib.suppress(OSError):  # the folder was not made, or is not empty
-                folder.rmdir()
+        with signals.held():
+            for undo in self._undo:
+                undo()
+            for folder in self._folders:
+                with contextlib.suppress(OSError):  # the folder was not made, or is not empty
+                    folder.rmdir()
 
     def keep_rates(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         """Keep the optimizer's settings and a scheduler's base learning rates, to restore them.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._callbacks import Callback, StopTraining
+from autoaccum.errors import AutoaccumError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,17 +32,28 @@ class Observers(Callback):
         self.reason: str | None = None
         self._callbacks = callbacks
         self._memory = memory
+        self._process = os.getpid()
 
     def each(self, event: str, *arguments: Any) -> list[Callable[[], None]]:
         """Return the calls of an event, for a caller who makes all of them even if one raises."""
         return [partial(self._call, callback, event, *arguments) for callback in self._callbacks]
 
     def _call(self, callback: Callback, event: str, *arguments: Any, **keywords: Any) -> None:
+        self._refuse_forks()
         try:
             with self._memory.lifted():
                 getattr(callback, event)(*arguments, **keywords)
         except StopTraining as asked:
             self.reason = self.reason or asked.reason
+        self._refuse_forks()
+
+    def _refuse_forks(self) -> None:
+        """Raise in a process that was forked meanwhile, which would write to the same logs and go on training."""
+        if os.getpid() != self._process:
+            raise AutoaccumError(
+                f"this process was forked from process {self._process} while that trained, and has come back to fit; "
+                "end a forked process with os._exit() where it was forked"
+            )
 
 
 def _passing(event: str) -> Callable[..., None]:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import subprocess
 import threading
 from dataclasses import asdict, replace
@@ -16,12 +17,13 @@ import pytest
 
 import autoaccum
 from autoaccum._system import lease as lease_module
+from autoaccum._system import signals
 from autoaccum._system.lease import Holder, Lease
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointInUseError, InvalidInputError
 from interleaving import Interleaving
-from long_runs import Run, checkpoints
+from long_runs import Noisy, Run, checkpoints, loader_of
 
 SECONDS = 60
 
@@ -58,7 +60,7 @@ def of_host(tmp_path, monkeypatch):
         with monkeypatch.context() as context:
             context.setattr(Holder, "own", lambda: Holder(host, 7, "boot/1", 1))
             made.append(Lease(folder))
-        monkeypatch.setattr(lease_module, "_held", set())  # they are no calls of this process
+        monkeypatch.setattr(lease_module, "_held", {})  # they are no calls of this process
         return made[-1]
 
     yield make
@@ -276,14 +278,139 @@ def test_renewing_goes_on_after_an_error_that_passes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Lease, "_content", fails_twice)
     lease = Lease(tmp_path)
-    assert list(lease.taking(lambda _: None)) == []
-    try:
-        assert went_well.wait(60)
-        assert not lease.is_lost
-        assert lease._thread.daemon  # it keeps no process alive
-    finally:
-        lease.release()
+    with lease.call:
+        assert list(lease.taking(lambda _: None)) == []
+        try:
+            assert went_well.wait(60)
+            assert not lease.is_lost
+            assert lease._thread.daemon  # it keeps no process alive
+        finally:
+            lease.release()
     assert not lease._thread.is_alive()
+
+
+# --- whose call has ended, and who was forked -------------------------------------------------------------------------
+
+
+def test_lease_whose_call_has_ended_without_releasing_it_is_released_by_its_thread(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOACCUM_LEASE_S", "0.06")
+    lease = Lease(tmp_path)
+
+    with lease.call:
+        assert list(lease.taking(lambda _: None)) == []
+    lease._thread.join(60)
+
+    assert leases(tmp_path) == []
+
+
+def test_lease_whose_call_has_ended_without_releasing_it_does_not_hinder_the_next_call(tmp_path, clock):
+    lease = Lease(tmp_path)
+    with lease.call:
+        take(lease, clock)
+        with pytest.raises(CheckpointInUseError, match="call of fit in this process"):
+            take(Lease(tmp_path), clock)
+
+    after = take(Lease(tmp_path), clock)
+
+    after.check()
+    assert not lease._thread.is_alive()
+    after.release()
+
+
+def in_a_fork(act):
+    """Return the exit code of a forked process that calls a function: 0, or 1 if it raises."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_process_forked_from_the_holder_writes_nothing_and_releases_nothing(tmp_path):
+    lease, storage = Lease(tmp_path), Storage(tmp_path)
+    storage.guard = lease.check
+    with lease.call:
+        assert list(lease.taking(lambda _: None)) == []
+        storage.write({"by": "holder"}, 3)
+        before = contents_of(tmp_path)
+
+        def write():
+            with pytest.raises(CheckpointInUseError, match="from which this one was forked; nothing is written here"):
+                storage.write({"by": "fork"}, 4)
+            lease.release()
+
+        assert in_a_fork(write) == 0
+        assert contents_of(tmp_path) == before
+        lease.check()
+        lease.release()
+
+
+class Forks(autoaccum.Callback):
+    """Forks in a window; the child ends as it is told, unless `fit` ends it."""
+
+    def __init__(self, ends):
+        self.ends = ends
+        self.code = None
+
+    def on_step(self, report, *, epoch):
+        if report.step != 5:
+            return
+        child = os.fork()
+        if child == 0:
+            self.ends()
+        else:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fails():
+    raise MemoryError
+
+
+@pytest.mark.parametrize("ends", [fails, lambda: None], ids=["fails", "returns"])
+def test_process_forked_in_a_callback_leaves_checkpoints_log_reason_and_progress_to_its_parent(
+    tmp_path, monkeypatch, capfd, ends
+):
+    def files_at(step):
+        class Look(autoaccum.Callback):
+            def on_step(self, report, *, epoch):
+                if report.step == step:
+                    seen.append(contents_of(tmp_path))
+
+        return Look()
+
+    monkeypatch.setenv("AUTOACCUM_REASON_FILE", str(tmp_path / "reason.json"))
+    seen, forks, parent = [], Forks(ends), os.getpid()
+    looks, log = files_at(5), autoaccum.JSONLinesLog(tmp_path / "log.jsonl")
+    run = Run(checkpoint=tmp_path / "run", checkpoint_every=2, progress="lines", loader=lambda: loader_of(
+        Noisy(), num_workers=1
+    ))
+    try:
+        run.fit(log, looks, forks, looks)
+    except BaseException:
+        if os.getpid() != parent:  # what the child frees now must not end the workers of its parent
+            os._exit(7)
+        raise
+
+    assert forks.code == 7
+    assert [path.name for path, _ in seen[0].items()] == [path.name for path, _ in seen[1].items()]
+    changed = {path for path in seen[0] if seen[0][path] != seen[1][path]}
+    assert all(path.name.startswith(".lease-") for path in changed)
+    assert run.result.steps == 15
+    assert capfd.readouterr().err.count("step 5/15") <= 1
+
+
+def test_handler_of_the_parent_does_not_hold_back_signals_of_a_process_forked_in_a_block():
+    def ends():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    with signals.held():
+        code = in_a_fork(ends)
+
+    assert code == 0
 
 
 # --- several at once --------------------------------------------------------------------------------------------------

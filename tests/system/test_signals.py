@@ -104,7 +104,7 @@ def test_sigterm_that_came_while_an_object_was_finalized_is_not_lost():
     if process == 0:
         try:
             sys.unraisablehook = lambda _: None
-            with Watch() as watch:
+            with Watch().handling() as watch:
                 watch.is_active = True
                 Finalized()
                 watch.raise_if_terminated()
@@ -116,7 +116,7 @@ def test_sigterm_that_came_while_an_object_was_finalized_is_not_lost():
 
 
 def test_process_that_was_forked_meanwhile_is_ended_by_sigterm_as_ever():
-    with Watch() as watch:
+    with Watch().handling() as watch:
         watch.is_active = True
         process = os.fork()
         if process == 0:
