@@ -58,8 +58,22 @@ class RandomState:
             self._module.set_rng_state(of_device, self._device)
         if of_python is not None:
             random.setstate(of_python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
+            np.random.set_state(_within(of_numpy))  # noqa: NPY002
         set_states(self._own, own)
+
+    def check(self, states: tuple[Any, ...]) -> None:
+        """Check that states, which a file may hold, are of these generators and can be restored, and leave all as it is.
+
+        Raises:
+            ValueError: They are not, as are errors of other types.
+        """
+        before = self.take()
+        if len(states) != len(before) or any((one is None) != (here is None) for one, here in zip(states, before, strict=True)):
+            raise ValueError("the states of random generators are not those of this process")
+        try:
+            self.put_back(states)
+        finally:
+            self.put_back(before)
 
     def seed(self, seed: int) -> None:
         """Seed every generator that `take` saves."""
@@ -98,7 +112,14 @@ def set_states(generators: Iterable[Any], states: Iterable[Any]) -> None:
         elif isinstance(generator, random.Random):
             generator.setstate(state)
         else:
-            generator.bit_generator.state = state
+            generator.bit_generator.state = _within(state)
+
+
+def _within(state: Any) -> Any:
+    """Return a state of NumPy's, which reads beyond its numbers where a file says so."""
+    if state["bit_generator"] == "MT19937" and not 0 <= state["state"]["pos"] <= len(state["state"]["key"]):
+        raise ValueError(f"a state of NumPy's generator has the position {state['state']['pos']}")
+    return state
 
 
 def _state(generator: Any) -> Any:

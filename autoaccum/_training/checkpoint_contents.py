@@ -23,6 +23,8 @@ from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizers import OptimizerList
 from autoaccum._records import SAMPLES
+from autoaccum._sizing.sizing import Cutting
+from autoaccum._training.checkpoint_types import check_like, check_states, check_types
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -133,13 +135,31 @@ class Contents:
             CheckpointError: It is of another model, optimizer, scheduler, precision or target batch.
             KeyError: It is another program's, as are other errors of types and values.
         """
-        here, there = _description(self._own() | {"random": self._random.take()}), _description(content)
+        check_types(content)
+        now = self._own()
+        here, there = _description(now | {"random": self._random.take()}), _description(content)
         for what, own in here.items():
             if found := _difference(there[what], own):
                 raise CheckpointError(
                     f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, "
                     "pass another folder as checkpoint=, or resume=False to start from scratch"
                 )
+        _check_others(content, now, self._step.optimizer)
+
+    def check_part(self, part: Mapping[str, Any]) -> None:
+        """Check what a checkpoint holds of this rank.
+
+        Raises:
+            ValueError: It is not what was written, as are other errors of types and values.
+        """
+        position = part["position"]
+        for states in (part["random"], position["start"], position["before_last"]):
+            if states is not None:
+                self._random.check(states)
+        cutting = Cutting.of_state(part["cutting"])
+        for plan in (cutting.plan, cutting.largest_plan):
+            if self._call.counts == SAMPLES and plan.target_batch != self._call.world.target_batch:
+                raise ValueError(f"a plan is for {plan.target_batch} samples")
 
     def loop_state(self, content: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> LoopState:
         """Return the state of the loop that a checkpoint holds.
@@ -223,6 +243,31 @@ def _description(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "device": {"": content["device"]},  # whose generator has another state
         "target_batch": {"": f"{content['target_batch']}{unit}"},
     }
+
+
+def _check_others(content: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Check what the modules, the optimizer, the scheduler and the scaler have kept, by what those of this call keep.
+
+    Raises:
+        ValueError: It is of another kind.
+    """
+    for saved, here in zip(content["modules"], own["modules"], strict=True):
+        buffers = saved["buffers"]
+        if buffers.keys() != here["buffers"].keys() or (saved["state"].keys() ^ here["state"].keys()) - buffers.keys():
+            raise ValueError("a parameter is among the buffers, or the reverse")
+        for name, value in buffers.items():
+            is_alike = _form(here["state"].get(name)) == _form(here["buffers"][name])  # no hook of the model's own
+            if not isinstance(value, Tensor | None) or (is_alike and _form(saved["state"].get(name)) != _form(value)):
+                raise ValueError(f"the buffer {name} is no tensor, or not as in the module's state")
+    kept = content["optimizer"]["state"]
+    for group, other in zip(own["optimizer"]["state"]["param_groups"], kept["param_groups"], strict=True):
+        if other["params"] != group["params"]:
+            raise ValueError("the optimizer's parameters have other numbers")
+        check_like("optimizer.param_groups", other, group)
+    check_states(optimizer, kept["state"])
+    for name in ("scheduler", "scaler"):
+        if own[name] is not None:
+            check_like(name, content[name], own[name])
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._distributed.whole_state import gathered
-from autoaccum._oom import first_line
-from autoaccum._sizing.sizing import Cutting
+from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._system import signals
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_contents import Contents
@@ -237,11 +236,16 @@ class Checkpoints:
         try:
             self._contents.check(content, path)
             part = self._world.part_of(content, path)
+            if part is not None:
+                self._contents.check_part(part)
             state = self._contents.loop_state(content, part)
             kept = None if part is None else part["cutting"]
-            _ = None if kept is None else Cutting.of_state(kept)  # before anything is changed
             overridden = self._contents.overridden(content)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if is_device_lost(error) or is_oom(error):
+                raise
             raise CheckpointError(
                 f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({type(error).__name__}: "
                 f"{first_line(error)}); pass a folder of its own as checkpoint=, or resume=False to start from scratch"

@@ -231,13 +231,14 @@ class TrainingProgress:
             CheckpointError: The loader is not the one of that state.
         """
         assert self._random is not None
+        earlier, before, position = self.state, self._random.take(), state.position
         self.state, self._windows, self._first = state, None, None
-        position, before = state.position, self._random.take()
         if not self.is_over:
             try:
                 with self._memory.lifted():
                     batches = self._track.go_to(position)
             except BaseException:
+                self.state = earlier
                 self._random.put_back(before)
                 raise
             if position.start is not None:  # of several ranks, one may have drawn nothing in an epoch that has begun

@@ -39,6 +39,10 @@ class Untouched:
     def __init__(self, device: torch.device, folders: Iterable[Path | None], loaders: Iterable[Any]) -> None:
         self.training: Training | None = None
         self._process = os.getpid()
+        # Interrupts within torch's own `no_grad` and `autocast` can leave these as they are in it, whatever is done.
+        self._has_grad_mode, self._kind = torch.is_grad_enabled(), device.type
+        has_autocast = torch.amp.is_autocast_available(device.type)
+        self._is_autocast = torch.is_autocast_enabled(device.type) if has_autocast else None
         random = RandomState(device)
         random.take()
         generators = [generator for loader in loaders for generator in generators_of(loader)]
@@ -52,6 +56,10 @@ class Untouched:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with signals.held():
+            torch.set_grad_enabled(self._has_grad_mode)
+            if self._is_autocast is not None:
+                torch.set_autocast_enabled(self._kind, self._is_autocast)
         is_forked = os.getpid() != self._process
         if kind is None or is_forked or (self.training is not None and self.training.windows):
             return
