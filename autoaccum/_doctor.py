@@ -23,12 +23,11 @@ from autoaccum._memory import _linux, nvml
 from autoaccum._memory.available_devices import find_accelerator
 from autoaccum._memory.host import Host, process_limits
 from autoaccum._memory.limits import format_bytes
+from autoaccum._system import launched
 from autoaccum._system.own_distribution import REQUIREMENTS, __version__
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from autoaccum._memory.nvml import GPUReading
 
 _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")  # noqa: S108 - where workers of a DataLoader pass batches on
@@ -106,6 +105,7 @@ def _installation(environment: Mapping[str, str], problems: list[str]) -> dict[s
             f"autoaccum needs PyTorch {least} or newer, and {sys.executable} imports {torch.__version__} from "
             f"{Path(torch.__file__).parent}; upgrade it, or remove that folder from PYTHONPATH"
         )
+    problems += launched.check(environment)
     gpus = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built = next((f"{name} {version}" for name, version in gpus.items() if version), "the CPU alone")
     return {
@@ -173,16 +173,21 @@ def _limits(environment: Mapping[str, str], proc: Path, problems: list[str]) -> 
 
 def _devices(environment: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
     driver = nvml.read_driver()
-    every, seen = nvml.gpus_of(None), nvml.gpus_of(environment.get(_VISIBLE))
+    every, visible = {gpu.uuid: gpu for gpu in nvml.all_gpus()}, nvml.visible_uuids()
     facts: dict[str, Any] = {"NVIDIA driver": None if driver is None else driver.text}
-    for number, gpu in enumerate(seen):
+    for number, uuid in enumerate(every if visible is None else visible):
+        name = f"GPU {number}" if visible is not None else f"GPU {uuid}, of unknown number"
+        gpu = every.get(uuid)
+        if gpu is None:
+            facts[name] = "unknown to NVML"
+            continue
         holders = ", ".join(f"{other.name} (pid {other.pid})" for other in gpu.neighbours[:3])
         used = f", used by {holders}" if holders else ""
         room = f"{format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
-        facts[f"GPU {number}"] = f"{gpu.name}, {room}{used}"
+        facts[name] = f"{gpu.name}, {room}{used}"
         if gpu.free_bytes < _LITTLE_FREE * gpu.total_bytes:
             problems.append(
-                f"GPU {number} has {room}{used}; choose another GPU with {_VISIBLE}, or wait until its memory is free"
+                f"{name} has {room}{used}; choose another GPU with {_VISIBLE}, or wait until its memory is free"
             )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -192,23 +197,22 @@ def _devices(environment: Mapping[str, str], problems: list[str]) -> dict[str, A
     )
     if driver is not None and there is None:
         warned = "; ".join(str(warning.message).split("\n")[0] for warning in caught)
-        problems.append(_why_unused(driver, every, seen, environment.get(_VISIBLE, ""), warned))
+        hides = environment.get(_VISIBLE) if visible == () else None
+        problems.append(_why_unused(driver, len(every), hides, warned))
     return facts
 
 
-def _why_unused(
-    driver: nvml.Driver, every: tuple[GPUReading, ...], seen: tuple[GPUReading, ...], visible: str, warned: str
-) -> str:
-    gpus = f"{len(every)} GPU{'s' if len(every) != 1 else ''}"
+def _why_unused(driver: nvml.Driver, there: int, hides: str | None, warned: str) -> str:
+    gpus = f"{there} GPU{'s' if there != 1 else ''}"
     if torch.version.cuda is None:
         return (
             f"PyTorch {torch.__version__} is built without CUDA, so it does not use the {gpus} that the driver sees; "
             "install a build for CUDA"
         )
-    if not every:
+    if not there:
         return f"the NVIDIA driver {driver.version} sees no GPU; have its kernel module and the GPUs checked"
-    if not seen:
-        return f"{_VISIBLE}={visible!r} hides the {gpus} of this machine; unset or correct it"
+    if hides is not None:
+        return f"{_VISIBLE}={hides!r} hides the {gpus} of this machine; unset or correct it"
     if driver.cuda is not None and int(torch.version.cuda.split(".")[0]) > driver.cuda[0]:
         return (
             f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, and the driver {driver.version} "

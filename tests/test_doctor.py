@@ -14,10 +14,11 @@ from autoaccum._cli.app import cli
 from autoaccum._doctor import examine
 from autoaccum._memory.nvml import Driver, GPUReading
 from autoaccum._records import Neighbour
+from folders import ROOT
 
 GIB, MIB = 2**30, 2**20
-FREE = GPUReading("NVIDIA H200", 140 * GIB, 139 * GIB, ())
-FULL = GPUReading("NVIDIA H200", 140 * GIB, GIB, (Neighbour(17, "python", 138 * GIB),))
+FREE = GPUReading("NVIDIA H200", 140 * GIB, 139 * GIB, (), "a")
+FULL = GPUReading("NVIDIA H200", 140 * GIB, GIB, (Neighbour(17, "python", 138 * GIB),), "b")
 DRIVER = Driver("580.65", (13, 0))
 SLURM = {"SLURM_JOB_ID": "7"}
 
@@ -125,12 +126,43 @@ def test_variables_of_slurm_that_are_no_numbers_are_left_out(place):
     assert examined.problems == []
 
 
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ({"AUTOACCUM_MAX_MICRO_BATCH": "8.0"}, "AUTOACCUM_MAX_MICRO_BATCH='8.0' is not a whole number of at least 1"),
+        ({"AUTOACCUM_LEASE_S": "soon"}, "AUTOACCUM_LEASE_S='soon' must be a positive number of seconds of at most 86400"),
+        ({"AUTOACCUM_RANK_TIMEOUT_S": "0"}, "AUTOACCUM_RANK_TIMEOUT_S='0' must be a positive number of seconds"),
+        ({"AUTOACCUM_CACHE_DIR": "/dev/null/x"}, "'/dev/null' is no folder that this process may write to"),
+        ({"AUTOACCUM_REASON_FILE": "/none/reason"}, "'/none' is no folder that this process may write to"),
+        ({"AUTOACCUM_MAX_MICROBATCH": "8"}, "is none of autoaccum's; write AUTOACCUM_MAX_MICRO_BATCH"),
+    ],
+)
+def test_a_variable_of_autoaccum_that_cannot_be_used_is_a_problem_with_its_remedy(place, variable, said):
+    (problem,) = found(place, variable).problems
+
+    assert said in problem
+    assert "unset it" in problem
+
+
+def test_variables_that_autoaccum_can_use_are_no_problem(place, tmp_path):
+    numbers = {f"AUTOACCUM_{name}": "4" for name in ("MAX_MICRO_BATCH", "MICRO_BATCH", "ATTEMPT", "LEASE_S")}
+    folders = {"AUTOACCUM_CACHE_DIR": str(tmp_path / "made" / "later"), "AUTOACCUM_REASON_FILE": str(tmp_path / "r")}
+
+    assert found(place, numbers | folders).problems == found(place, {"AUTOACCUM_CACHE_DIR": ""}).problems == []
+
+
+def test_the_template_for_bugs_names_all_that_doctor_tells_of_variables():
+    template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+
+    assert all(f"{prefix}*" in template for prefix in _doctor._VARIABLES)
+
+
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def gpus(place, monkeypatch):
-    def of(gpus=(FREE,), driver=DRIVER, built="13.2", sees=None, warns=""):
+    def of(gpus=(FREE,), driver=DRIVER, built="13.2", sees=None, warns="", shown=None):
         """Describe a machine with some GPUs, and what PyTorch makes of them."""
 
         def accelerator():
@@ -139,7 +171,8 @@ def gpus(place, monkeypatch):
             return None if sees is None else torch.device(sees)
 
         monkeypatch.setattr(_doctor.nvml, "read_driver", lambda: driver)
-        monkeypatch.setattr(_doctor.nvml, "gpus_of", lambda wanted: tuple(gpus) if wanted is None or wanted else ())
+        monkeypatch.setattr(_doctor.nvml, "all_gpus", lambda: tuple(gpus))
+        monkeypatch.setattr(_doctor.nvml, "visible_uuids", lambda: shown)
         monkeypatch.setattr(_doctor, "find_accelerator", accelerator)
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(gpus))
@@ -148,7 +181,7 @@ def gpus(place, monkeypatch):
 
 
 def test_gpus_are_shown_with_what_is_free(place, gpus):
-    gpus([FREE, FULL], sees="cuda")
+    gpus([FULL, FREE], sees="cuda", shown=("a", "b", "c"))
 
     examined = found(place)
 
@@ -156,9 +189,18 @@ def test_gpus_are_shown_with_what_is_free(place, gpus):
     assert devices["NVIDIA driver"] == "580.65, for CUDA up to 13.0"
     assert devices["GPU 0"] == "NVIDIA H200, 139.0 GiB free of 140.0 GiB"
     assert devices["GPU 1"].endswith("used by python (pid 17)")
-    assert devices["used by PyTorch"] == "2 x cuda"
+    assert devices["GPU 2"] == "unknown to NVML"
+    assert devices["used by PyTorch"] == "2 x cuda"  # by the stand-in
     (problem,) = examined.problems
     assert problem.startswith("GPU 1 has 1.0 GiB free of 140.0 GiB, used by python (pid 17); choose another")
+
+
+def test_a_gpu_that_cuda_hides_is_left_out_and_one_whose_number_is_unknown_has_none(place, gpus):
+    gpus([FULL, FREE], sees="cuda", shown=("a",))
+    assert [name for name in found(place).facts["devices"] if name.startswith("GPU")] == ["GPU 0"]
+
+    gpus([FREE], sees="cuda", shown=None)
+    assert "GPU a, of unknown number" in found(place).facts["devices"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +208,7 @@ def test_gpus_are_shown_with_what_is_free(place, gpus):
     [
         ({"built": None}, {}, "is built without CUDA"),
         ({"gpus": []}, {}, "sees no GPU"),
-        ({}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides the 1 GPU"),
+        ({"shown": ()}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides the 1 GPU"),
         ({"driver": Driver("535.1", (12, 2))}, {}, "supports up to CUDA 12.2; update the driver"),
         ({"warns": "CUDA initialization: unknown error\nmore"}, {}, "(CUDA initialization: unknown error)"),
         ({}, {}, "(it gives no reason)"),

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum._cli.exit_codes import print_result
-from autoaccum._launch.run import RETRIES, Options, until_done
+from autoaccum._launch.run import GRACE_S, RETRIES, Options, until_done
 from autoaccum._launch.slurm import RESTARTS, WARN_S, Submission, submit
-from autoaccum._launch.supervisor import GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -71,7 +71,8 @@ class OomReport:
             path = self._folder.resolve() / f"oom-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{os.getpid()}.txt"
             files.write(path, "\n".join([*lines, ""]).encode())
             if memory.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
+                with files.replacing(path.with_suffix(".pickle")) as unfinished:
+                    torch.cuda.memory._dump_snapshot(str(unfinished))  # type: ignore[no-untyped-call]
         return path
 
     def _tensors(self) -> Iterator[tuple[Tensor, str]]:

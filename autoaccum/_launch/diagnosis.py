@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The exit code of `autoaccum run` if no size fits; one inside another must not be repeated.
 DOES_NOT_FIT = 4
-KILLED = 128 + signal.SIGKILL
+KILLED = 128 + 9  # SIGKILL, which Windows does not have
 # Exit codes that lack of memory leaves: an exception (1), an abort (134), SIGKILL (137), and Slurm's for a step with a
 # killed process (5, 125, and 253 for that as a signal).
 _CODES = {1, 5, 125, 128 + signal.SIGABRT, KILLED, 253}

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_positive_int, counted
 from autoaccum._launch.diagnosis import Diagnosis, diagnose, passed_on
-from autoaccum._launch.supervisor import GRACE_S, Ended, Supervisor
 from autoaccum._memory import _linux
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, digest_of
 from autoaccum._system import launched, reason_file
@@ -30,7 +29,11 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from autoaccum._launch.supervisor import Ended, Supervisor
+
 RETRIES = 5
+# The default of Kubernetes before it kills a container, and of torchrun before it kills a worker.
+GRACE_S = 30.0
 # More samples than any training has; divisors are searched up to its square root.
 _MOST = 10**12
 _MOST_GRACE_S = 7 * 24 * 60 * 60
@@ -138,6 +141,8 @@ class _Run:
 
     def until_done(self) -> int:
         """Run the command as often as necessary; return the exit code."""
+        from autoaccum._launch.supervisor import Supervisor  # noqa: PLC0415 - it needs what only Linux has
+
         with Supervisor(self._options.grace_s) as supervisor, _folder() as folder:
             attempt = 0
             while True:
@@ -252,7 +257,7 @@ class _Run:
         files = Path("/proc/driver/nvidia/gpus").glob("*/information")
         gpus = sorted(line for path in files for line in path.read_text().splitlines() if line.startswith("Model"))
         described = {"arguments": self._command, "host": host, "gpus": gpus, **about}
-        return Key(digest_of(described), target or _NO_TARGET, {"command": " ".join(self._command), **about})
+        return Key(digest_of(described), target or _NO_TARGET, about)
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

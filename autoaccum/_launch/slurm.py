@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoaccum._launch.run import Options, check, sizes_within, world_size_of
+from autoaccum._system import files
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def submit(submission: Submission) -> str:
     job_id = os.fsdecode(asked.stdout).strip().split(";")[0]  # a cluster's name may follow
     path = Path(f"{submission.name}-{job_id}.sbatch")
     try:
-        path.write_bytes(script)
+        files.write(path, script)
     except OSError as error:  # the job is in the queue, so this is no failure
         return f"submitted job {job_id}; its batch script cannot be kept in {path} ({error.strerror})"
     return f"submitted job {job_id}; its batch script is {path}"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import FrameType
 
-# The default of Kubernetes before it kills a container, and of torchrun before it kills a worker.
-GRACE_S = 30.0
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _CHUNK_BYTES = 1 << 16

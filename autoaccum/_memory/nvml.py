@@ -2,13 +2,18 @@
 
 It is therefore suitable for a process that only waits for others, such as a wrapper, for which `Cuda` would occupy
 hundreds of MiB of the GPU. If NVML is missing or fails, no GPUs and no values are returned.
+
+NVML orders GPUs by their bus; CUDA orders and hides them by CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES and MIG. So numbers
+say nothing here: a GPU is matched by its UUID, and CUDA's order is asked of the driver, which needs no context for it.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import ctypes
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 import psutil
 
@@ -22,22 +27,26 @@ except ImportError:  # not needed for training
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+_CUDA_ERROR_NO_DEVICE = 100  # cuda.h; also where CUDA_VISIBLE_DEVICES hides all
+
 
 @dataclass(frozen=True, slots=True)
 class GPUReading:
-    """A GPU at one moment.
+    """A GPU, or an instance of one that MIG divides, at one moment.
 
     Attributes:
         name: Its name.
         total_bytes: Its memory.
         free_bytes: Memory that no process uses.
         neighbours: The processes on it that NVML lists, the largest first.
+        uuid: Its UUID, without what NVML puts before it.
     """
 
     name: str
     total_bytes: int
     free_bytes: int
     neighbours: tuple[Neighbour, ...]
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +79,55 @@ def read_driver() -> Driver | None:
         return None
 
 
-def gpus_of(wanted: str | None) -> tuple[GPUReading, ...]:
-    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES makes visible, in NVML's order; all for None."""
+def all_gpus() -> tuple[GPUReading, ...]:
+    """Return all GPUs of this machine, visible to CUDA or not, in NVML's order; of those under MIG their instances."""
     if pynvml is None:
         return ()
     try:
         with _initialised():
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            return tuple(_reading(handle) for index, handle in enumerate(handles) if _is_seen(index, handle, wanted))
+            gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            return tuple(_reading(handle) for gpu in gpus for handle in _instances(gpu))
     except pynvml.NVMLError:
         return ()
 
 
+def visible_uuids() -> tuple[str, ...] | None:
+    """Return the UUIDs of the GPUs that CUDA shows to this process, by their numbers; None if the driver cannot say."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        ended = cuda.cuInit(0)
+        if ended == _CUDA_ERROR_NO_DEVICE:
+            return ()
+        count = ctypes.c_int()
+        if ended or cuda.cuDeviceGetCount(ctypes.byref(count)):
+            return None
+        found = []
+        for number in range(count.value):
+            device, content = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+            if cuda.cuDeviceGet(ctypes.byref(device), number) or cuda.cuDeviceGetUuid_v2(content, device):
+                return None
+            found.append(str(UUID(bytes=bytes(content))))
+    except (OSError, AttributeError):  # no driver, or one before CUDA 11.4
+        return None
+    return tuple(found)
+
+
 def usage_of(uuid: str) -> tuple[int, dict[int, int | None]] | None:
-    """Return the bytes in use on a GPU, and each process's share by its pid; None if NVML does not report them."""
+    """Return the bytes in use on a GPU, and each process's share by its pid; None if NVML does not report them.
+
+    Of a GPU that MIG divides, only the use of its instances means anything to a process.
+    """
     if pynvml is None or not uuid:
         return None
-    try:
-        with _initialised():
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used), _shares(handle)
-    except pynvml.NVMLError:
-        return None
+    for kind in ("GPU", "MIG"):
+        try:
+            with _initialised():
+                handle = pynvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
+                if _instances(handle) == [handle]:
+                    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used), _shares(handle)
+        except pynvml.NVMLError:
+            continue
+    return None
 
 
 def neighbours(shares: Mapping[int, int | None]) -> tuple[Neighbour, ...]:
@@ -109,12 +145,19 @@ def _initialised() -> Iterator[None]:
         pynvml.nvmlShutdown()
 
 
-def _is_seen(index: int, handle: object, wanted: str | None) -> bool:
-    if wanted is None:
-        return True
-    uuid = str(pynvml.nvmlDeviceGetUUID(handle))
-    names = [name.strip() for name in wanted.split(",")]
-    return any(name == str(index) or (name.startswith("GPU-") and uuid.startswith(name)) for name in names)
+def _instances(gpu: object) -> list[object]:
+    """Return the instances of a GPU that MIG divides; else the GPU."""
+    try:
+        if not pynvml.nvmlDeviceGetMigMode(gpu)[0]:
+            return [gpu]
+        most = int(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu))
+    except pynvml.NVMLError:  # it has no MIG, or is an instance
+        return [gpu]
+    found = []
+    for place in range(most):
+        with suppress(pynvml.NVMLError):  # there need not be as many as there can be
+            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place))
+    return found
 
 
 def _reading(handle: object) -> GPUReading:
@@ -124,7 +167,8 @@ def _reading(handle: object) -> GPUReading:
     except pynvml.NVMLError:  # not permitted in some containers
         shares = {}
     name = str(pynvml.nvmlDeviceGetName(handle))
-    return GPUReading(name, int(memory.total), int(memory.free), neighbours(shares))
+    own = str(pynvml.nvmlDeviceGetUUID(handle)).partition("-")[2]
+    return GPUReading(name, int(memory.total), int(memory.free), neighbours(shares), own)
 
 
 def _shares(handle: object) -> dict[int, int | None]:

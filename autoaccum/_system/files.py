@@ -20,7 +20,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from os import PathLike
-    from typing import BinaryIO
+    from io import BufferedReader
 
 # The suffix of a file that is being written, which a killed writer leaves behind.
 UNFINISHED = ".unfinished"
@@ -32,7 +32,7 @@ class NotAFileError(OSError):
     """What has the name of a file is a pipe, a socket or a device."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading. Anything else is refused: opening a pipe would wait for a writer.
 
     Raises:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 # Many times as long as a holder may be blocked, by other threads or its file server.
 _LEASE_S = 60.0
-_MOST_S = 86_400.0
 # Renewals per lease duration.
 _RENEWALS = 6
 # Polls of a waiting process per lease duration, and the lease durations after which it gives up on a live holder. The
@@ -98,7 +97,7 @@ class Holder:
         try:
             said = json.loads(content)
             process = said["host"], int(said["pid"]), str(said["where"]), int(said["start"])
-            return cls(*process, str(said["token"]), min(float(said["lease_s"]), _MOST_S))
+            return cls(*process, str(said["token"]), min(float(said["lease_s"]), launched.MOST_LEASE_S))
         except (ValueError, TypeError, KeyError, RecursionError):
             return cls()
 
@@ -157,7 +156,7 @@ class Lease:
     def __init__(self, folder: Path) -> None:
         self.call = threading.Lock()
         self._folder = folder
-        self._seconds = launched.seconds("AUTOACCUM_LEASE_S", _LEASE_S, _MOST_S)
+        self._seconds = launched.seconds(launched.LEASE_S, _LEASE_S, launched.MOST_LEASE_S)
         self._own = replace(Holder.own(), token=secrets.token_hex(16), lease_s=self._seconds)
         self._path: Path | None = None
         self._process = 0
