@@ -111,7 +111,8 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - as the base has it
         """Ask to stop if there was no improvement for too long."""
-        known = {**evaluation.metrics, "loss": evaluation.loss}
+        loss = {} if evaluation.loss is None else {"loss": evaluation.loss}
+        known = {**evaluation.metrics, **loss}
         if self._monitor not in known:
             raise InvalidInputError(
                 f"monitor={self._monitor!r} is not among what is evaluated: {', '.join(map(repr, known))}; pass one of "

@@ -278,14 +278,15 @@ class Evaluation:
     """Result of an evaluation, in which every sample counts once.
 
     Attributes:
-        loss: Mean loss over the samples (or over whatever the loss averages over).
+        loss: Mean loss over the samples (or over whatever the loss averages over); None where the model returns no loss
+            in evaluation mode, and metrics are all there is.
         metrics: The metrics by name.
         samples: Number of samples evaluated.
         elapsed_s: Duration in seconds.
         losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
     """
 
-    loss: float
+    loss: float | None
     metrics: Mapping[str, float]
     samples: int
     elapsed_s: float

@@ -84,7 +84,12 @@ class Evaluator:
         metrics: As for `fit`. A callable may be called again for the same samples where memory has run out.
         on_oom: Called each time memory runs out.
         ranks: Other processes that also evaluate, each on the batches of its own loader; None if there are none.
+
+    Attributes:
+        has_loss: Whether the samples evaluated last had a loss, without which metrics are computed alone; None before.
     """
+
+    has_loss: bool | None = None
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class Evaluator:
         self._whole = WindowLoss(step) if step.options.loss_scope == "window" else None
         self._callables = {name: metric for name, metric in named.items() if not keeps_count(metric)}
         self._counting = [CountingMetric(*item, device, ranks) for item in named.items() if keeps_count(item[1])]
+        self._has_metrics = bool(named)
         self._savepoint = step.savepoint()
         self._parts = PartsThatFit(
             step.memory,
@@ -117,7 +123,7 @@ class Evaluator:
                 attempt is no larger; otherwise it is a whole batch.
 
         Raises:
-            InvalidInputError: There is no batch, a metric returns no number, or the model no loss in evaluation mode.
+            InvalidInputError: There is no batch, a metric returns no number, or there are neither metrics nor a loss.
             DoesNotFitError: Not even one sample fits, or memory ran out in a metric that keeps its own count.
         """
         started = time.perf_counter()
@@ -127,7 +133,8 @@ class Evaluator:
         self._parts.begin(None if is_survived else trained_size, step.witness)
         for metric in self._counting:
             metric.reset()
-        with evaluation_mode(step.objective.modules), _no_gradients():
+        self.has_loss = None
+        with self._evaluating():
             for batch in batches:
                 window = Window.of_checked([batch], step.objective.split)
                 self._one_batch(window, sums)
@@ -136,28 +143,30 @@ class Evaluator:
                 step.passes.evaluate_with_others(self._passes)
         if self._ranks is not None:
             mine = {key: (float(total), float(weight)) for key, (total, weight) in sums.items()}
-            said = self._ranks.exchange("evaluation", (mine, samples))
-            sums, samples = _Sums(), sum(number for _, number in said)
-            for others, _ in said:
+            said = self._ranks.exchange("evaluation", (mine, samples, self.has_loss))
+            sums, samples = _Sums(), sum(number for _, number, _ in said)
+            for others, _, has_loss in said:
+                self._note_loss(has_loss)
                 sums.add_all(others)
         if not samples:
             raise InvalidInputError(_NO_SAMPLES)
         metrics = sums.means(_METRIC)
         for metric in self._counting:
             metrics |= metric.result()
-        loss, losses = sum(sums.means(_LOSS).values()), sums.means(_LOSS, _REPORTED)
+        loss = sum(sums.means(_LOSS).values()) if self.has_loss else None
+        losses = sums.means(_LOSS, _REPORTED)
         return Evaluation(loss, metrics, samples, time.perf_counter() - started, losses=losses)
 
     def try_out(self, batches: Iterable[Any], most: int | None = None) -> None:
         """Evaluate one micro-batch of at most `most` samples, whose lack of memory is no error; modes are restored.
 
         Raises:
-            InvalidInputError: There is no sample, a metric returns no number, or the model no loss in evaluation mode.
+            InvalidInputError: There is no sample, a metric returns no number, or there are neither metrics nor a loss.
             DoesNotFitError: Memory ran out in a metric that keeps its own count.
         """
-        modules, split = self._step.objective.modules, self._step.objective.split
+        split, self.has_loss = self._step.objective.split, None
         try:
-            with evaluation_mode(modules), _no_gradients(), warnings.catch_warnings():
+            with self._evaluating(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warnings about too few samples are irrelevant here
                 windows = (Window([batch], split) for batch in batches)
                 self._try_first((window for window in windows if window.samples), most)
@@ -179,6 +188,26 @@ class Evaluator:
             self._over_all(self._whole, window.part(0, size), [kept])
         for metric in self._counting:
             metric.try_out(outputs, targets, size)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Let passes in the block be those of an evaluation."""
+        objective = self._step.objective
+        objective.may_lack_loss = self._has_metrics
+        try:
+            with evaluation_mode(objective.modules), _no_gradients():
+                yield
+        finally:
+            objective.may_lack_loss = False
+
+    def _note_loss(self, has_loss: bool | None) -> None:
+        """Note whether some samples have a loss; None for no samples."""
+        if None not in (has_loss, self.has_loss) and has_loss is not self.has_loss:
+            raise InvalidInputError(
+                "the model returned a loss for some of the validation samples (val_loader=), and none for others, so "
+                "there is no mean over all; return one for each batch in evaluation mode, or for none"
+            )
+        self.has_loss = self.has_loss if has_loss is None else has_loss
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
@@ -238,10 +267,11 @@ class Evaluator:
         with nullcontext() if step.passes is None else step.passes.evaluation_pass(size):
             if self._whole is None:
                 terms, outputs = self._passes(batch, size)
+                self._note_loss(any(terms))
                 for of_pass in terms:
                     self._add(of_pass, part, sums)
             else:
-                outputs = self._whole.outputs(batch, size)
+                outputs, self.has_loss = self._whole.outputs(batch, size), True
                 kept = copied(outputs)  # outputs may be views of a whole layer and keep it alive
         targets = batch[1] if is_pair(batch) else batch
         for name, metric in self._callables.items():

@@ -437,10 +437,12 @@ class Runner:
         before.take()
         try:
             with self._limit.in_force(), self._savings.in_force():
-                return self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch).loss
+                found = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch)
         finally:
             with suppress(RuntimeError):  # the device may be lost, and its generator with it
                 before.put_back()
+        assert found.loss is not None  # there are no metrics, without which it is refused
+        return found.loss
 
 
 def _check_finite(losses: Losses) -> None:

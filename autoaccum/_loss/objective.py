@@ -45,6 +45,10 @@ Loss = Callable[..., Any]
 _PAIRS, _PAIR = (tuple, list), 2
 
 
+class _NoLossError(InvalidInputError):
+    """A model returned no loss, and none can be chosen."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One forward pass, which gives a mapping of raw losses by name, and the model's outputs if there are any.
@@ -76,6 +80,7 @@ class Objective:
         loss: As the argument.
         split: As the argument.
         weights: What is known of how losses weigh samples.
+        may_lack_loss: Whether a pass may give no loss, as in an evaluation by metrics alone.
         may_repeat_pass: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
         takes_pairs: Whether a pair (inputs, targets) simply becomes loss(model(inputs), targets).
         casts_itself: Whether the model, or a closure, enters autocast by itself.
@@ -106,13 +111,14 @@ class Objective:
         self._forward = forward
         self._notices = notices
         self._accepted = _accepted_names(model)
-        self.may_repeat_pass = True
+        self.may_repeat_pass, self.may_lack_loss = True, False
         self.casts_itself = False
         self.gave_number = False
         self.samples = 0
         self._chosen_in: bool | None = None  # the mode of the model when a loss was chosen by its outputs
         self.weights = LossWeights(_stated_by(loss_reduction, split), repr(split))
         self._most = MOST_SAMPLES  # samples of the next check
+        self._gave_no_loss = False  # a pass of the last check
         self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
         is_list = self._losses is loss
         self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
@@ -146,6 +152,9 @@ class Objective:
         """
         self.samples = samples
         raw, outputs = source.run(self, batch)
+        if not raw and self.loss is None:
+            self._gave_no_loss = True
+            return [], outputs
         value: Any
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
         self.gave_number = isinstance(value, Tensor) and value.dim() == 0
@@ -226,7 +235,7 @@ class Objective:
             at_most: The most samples to try.
             larger: The most to try where nothing counts in those.
         """
-        most, self._most = self._most, self._most // 2
+        most, self._most, self._gave_no_loss = self._most, self._most // 2, False
         weights, modules = self.weights, self.modules
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = self.casts_itself or not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
@@ -243,8 +252,9 @@ class Objective:
                 found = trial.unchecked(window) if forms is None else forms
         finally:
             mark.restore()
-        weights.learn(found, is_checked=forms is not None, is_complete=trial.is_complete)
         self._most = most  # which fit
+        if not self._gave_no_loss:
+            weights.learn(found, is_checked=forms is not None, is_complete=trial.is_complete)
 
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
@@ -282,7 +292,12 @@ class Objective:
 
     def _losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
         if self.loss is None:
-            raw = self._own_or_default(outputs, batch)
+            try:
+                raw = self._own_or_default(outputs, batch)
+            except _NoLossError:
+                if not self.may_lack_loss:
+                    raise
+                return {}
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             if self._kind in ELEMENTWISE:
                 _check_same_shape(outputs, batch[1], self._kind.__name__)
@@ -355,15 +370,27 @@ class Objective:
             if isinstance(batch, Tensor):
                 got = "the loader yields tensors, not (inputs, targets) pairs"
                 what = "pass loss=, or a DataLoader of a TensorDataset(inputs, targets)"
-            raise InvalidInputError(
+            raise self._no_loss(
                 f"no loss: the model returned {describe(outputs)}, which contains none, and {got}; {what}"
             )
-        loss, value = _by_default(outputs, batch[1])
+        targets = batch[1]
+        if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.dtype is torch.bool:
+            own = "forward=lambda model, batch: model(*batch) if the model computes its loss itself from inputs and targets"
+            if self._forward is not None:
+                own = "let forward= return the loss that the model computes"
+            said = f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}"
+            raise self._no_loss(f"{said}; pass loss=, or {own}")
+        loss, value = _by_default(outputs, targets)
         if not self.weights.knows_all:
             self.weights.trust(TOTAL, of_torch(loss))
             self._chosen_in = self.model.training
-        self._notices.choose(f"{loss.__name__} for {batch[1].dtype} targets", "loss=")
+        self._notices.choose(f"{loss.__name__} for {targets.dtype} targets", "loss=")
         return value
+
+    def _no_loss(self, said: str) -> _NoLossError:
+        """Return the error for a model that returns no loss."""
+        also = "" if self.model.training else ". A model without one in evaluation mode is evaluated by fit's metrics="
+        return _NoLossError(f"{said}{also}")
 
     def _by_convention(self, batch: Any) -> Any:
         model = self.model
@@ -461,16 +488,11 @@ def _own_loss(outputs: Any) -> Any:
     }
 
 
-def _by_default(outputs: Any, targets: Any) -> tuple[Loss, Tensor]:
+def _by_default(outputs: Tensor, targets: Tensor) -> tuple[Loss, Tensor]:
     """Return cross entropy for integer targets, mean squared error for floating-point ones: the function and its value.
 
     Logits are of shape (N, C, ...) or (N, ..., C), and classes of shape (N, ...).
     """
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
-        raise InvalidInputError(
-            f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss=, or "
-            "forward=lambda model, batch: model(*batch) if the model computes its loss itself from inputs and targets"
-        )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
         return functional.mse_loss, functional.mse_loss(outputs, targets)

@@ -161,7 +161,7 @@ def fit(
         val_every: Number of windows between evaluations, which then take the place of those after each epoch; the end
             of the training is evaluated in any case. None: evaluate after each epoch.
         metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
-            objects.
+            objects. A model that returns no loss in evaluation mode is evaluated by them alone.
         callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
         progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
             silences notices of what `fit` chose. Lines and notices are logged under "autoaccum", level INFO, where a

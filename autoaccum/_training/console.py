@@ -206,9 +206,10 @@ class LineProgress(Callback):
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
         """Show the loss and the metrics."""
         after = f"epoch {epoch}" if epoch == self._ended_epoch else f"step {step}"
-        values = "".join(f", {name} {value:.4g}" for name, value in evaluation.metrics.items())
+        loss = {} if evaluation.loss is None else {"loss": evaluation.loss}
+        values = ", ".join(f"{name} {value:.4g}" for name, value in (loss | dict(evaluation.metrics)).items())
         took = f"({evaluation.samples} samples, {evaluation.elapsed_s:.1f} s)"
-        self._say(f"evaluation after {after}: loss {evaluation.loss:.4g}{values} {took}", "bold")
+        self._say(f"evaluation after {after}: {values} {took}", "bold")
         self._restart_clock()
 
     def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's

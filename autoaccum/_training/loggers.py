@@ -304,6 +304,7 @@ class TensorBoardLog(_Log):
             return None
 
 
-def _losses(name: str, loss: float, losses: Mapping[str, float]) -> dict[str, float]:
-    """Return a loss, and its parts if there are several, by name."""
-    return {name: loss} | ({f"{name}/{part}": value for part, value in losses.items()} if len(losses) > 1 else {})
+def _losses(name: str, loss: float | None, losses: Mapping[str, float]) -> dict[str, float]:
+    """Return a loss, if there is one, and its parts if there are several, by name."""
+    own = {} if loss is None else {name: loss}
+    return own | ({f"{name}/{part}": value for part, value in losses.items()} if len(losses) > 1 else {})

@@ -231,6 +231,8 @@ class Training:
             with self._timed("search"):
                 begins_with = self._lifecycle.find(first)
         self._call.schedule.begin(is_kept=self._checkpoints is not None)
+        if self._validation is not None:
+            self._call.schedule.check_loss(has_loss=self._validation.has_loss)
         return begins_with if found is None else (self._resume(*found), None)
 
     @contextmanager

@@ -69,7 +69,16 @@ class Schedule:
     def after_evaluation(self, evaluation: Evaluation) -> None:
         """Let a ReduceLROnPlateau see the loss."""
         if self._on_plateau:
+            self.check_loss(has_loss=evaluation.loss is not None)
             self.scheduler.step(evaluation.loss)
+
+    def check_loss(self, *, has_loss: bool | None) -> None:
+        """Refuse a ReduceLROnPlateau for evaluations without a loss; None where that is not known yet."""
+        if self._on_plateau and has_loss is False:
+            raise InvalidInputError(
+                "scheduler: ReduceLROnPlateau moves with the validation loss, and the model returns none in evaluation "
+                "mode; let it return one, or pass another scheduler"
+            )
 
 
 def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | None, optimizer: Any = None) -> None:

@@ -38,6 +38,11 @@ class Validation:
         self._generators = [] if call.val_every is None else generators_of(self._part)
         self._is_kept = call.saving is not None  # a checkpoint of the state before may follow a failing evaluation
 
+    @property
+    def has_loss(self) -> bool | None:
+        """Whether the samples evaluated last had a loss; None before."""
+        return self._evaluator.has_loss
+
     def try_out(self, most: int | None) -> None:
         """Evaluate a few samples to detect a failing evaluation before the first optimizer step.
 
@@ -48,8 +53,8 @@ class Validation:
             most: The largest micro-batch that the user allows; None for no bound.
 
         Raises:
-            InvalidInputError: There are no samples, a metric does not return a number, or the model returns no loss in
-                evaluation mode.
+            InvalidInputError: There are no samples, a metric does not return a number, or there are neither metrics
+                nor a loss.
             DeviceLostError: This process can no longer use the device.
         """
         if self._step.passes is not None or self._part is not self._val_loader:

@@ -5,6 +5,7 @@ import gc
 import math
 import operator
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import autoaccum
-from autoaccum.errors import DoesNotFitError
+from autoaccum.errors import DoesNotFitError, InvalidInputError
 from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 
 SIZES = (4, 1, 7, 3)
@@ -300,6 +301,92 @@ def test_metric_that_counts_is_warned_of_and_a_value_for_each_sample_is_not(mode
         evaluations_of(model, batches_of(data, *SIZES), [correct, each])
 
     assert len({str(one.message) for one in told if "'each'" in str(one.message)}) == 0
+
+
+# --- metrics alone ---------------------------------------------------------------------------------------------------
+
+
+class Detector(nn.Module):
+    """Returns its losses in training mode, and what it has found in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 4).double()
+
+    def forward(self, images, targets):
+        found = [self.head(image.mean((1, 2))) for image in images]
+        if not self.training and not any("asked" in target for target in targets):
+            return [{"boxes": one} for one in found]
+        off = [(one - target["boxes"]).square().mean() for one, target in zip(found, targets, strict=True)]
+        return {"boxes": torch.stack(off).mean()}
+
+
+def images(samples):
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    return [random(3, 4, 4) for _ in range(samples)], [{"boxes": random(4)} for _ in range(samples)]
+
+
+def distance(outputs, targets):
+    return torch.stack([(a["boxes"] - b["boxes"]).abs().mean() for a, b in zip(outputs, targets, strict=True)]).mean()
+
+
+def both(model, batch):
+    return model(*batch)
+
+
+def fitted(val_loader, metrics=distance, **options):
+    settings = {"loss_reduction": "mean", "micro_batch": 2, "optimizer": "sgd", "progress": False} | options
+    model = Detector()
+    return model, autoaccum.fit(
+        model, [images(4)], 4, forward=both, val_loader=val_loader, metrics=metrics, device="cpu", **settings
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_reduction": None}], ids=["mean", "checked"])
+def test_model_without_a_loss_in_evaluation_mode_is_evaluated_by_its_metrics_alone(options, tmp_path):
+    held = [images(4), images(3)]
+
+    model, result = fitted(held, epochs=2, checkpoint=tmp_path, **options)
+
+    *_, evaluation = result.evaluations
+    model.eval()
+    expected = [float(distance(model(*batch), batch[1]).detach()) for batch in held]
+    assert evaluation.loss is None
+    assert evaluation.losses == {}
+    assert evaluation.samples == 7
+    assert evaluation.metrics["distance"] == pytest.approx((4 * expected[0] + 3 * expected[1]) / 7, rel=1e-12)
+    assert result.best_checkpoint is None
+
+
+def test_plateau_and_early_stopping_without_a_loss_are_refused_or_take_a_metric():
+    with pytest.raises(InvalidInputError, match="ReduceLROnPlateau moves with the validation loss, and the model"):
+        fitted([images(4)], scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.5))
+    with pytest.raises(InvalidInputError, match="monitor='loss' is not among what is evaluated: 'distance'"):
+        fitted([images(4)], callbacks=[autoaccum.EarlyStopping()])
+
+    _, result = fitted([images(4)], epochs=9, callbacks=[autoaccum.EarlyStopping(1, "distance", "max")])
+
+    assert result.stopped.startswith("distance has not improved")
+
+
+def test_loss_of_some_validation_samples_alone_is_refused():
+    asked, targets = images(2)
+    some = asked, [target | {"asked": torch.ones(1)} for target in targets]
+
+    with pytest.raises(InvalidInputError, match="a loss for some of the validation samples"):
+        fitted([images(2), some])
+
+
+def test_model_without_a_loss_in_evaluation_mode_and_without_metrics_is_told_of_them():
+    with pytest.raises(InvalidInputError, match=r"let forward= return the loss .*evaluated by fit's metrics="):
+        fitted([images(4)], metrics=None)
+    runner = autoaccum.Runner(Detector(), "sgd", autoaccum.plan(4, 2), forward=both, device="cpu")
+    with pytest.raises(InvalidInputError, match=r"evaluated by fit's metrics="):
+        runner.evaluate([images(4)])
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
