@@ -375,7 +375,7 @@ class Objective:
             )
         targets = batch[1]
         if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.dtype is torch.bool:
-            own = "forward=lambda model, batch: model(*batch) if the model computes its loss itself from inputs and targets"
+            own = "forward=lambda model, batch: model(*batch) if the model computes its loss from inputs and targets"
             if self._forward is not None:
                 own = "let forward= return the loss that the model computes"
             said = f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}"
