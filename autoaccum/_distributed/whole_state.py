@@ -29,7 +29,8 @@ def gathered(ranks: Ranks, state: Any) -> Any:
         if not is_spread(value):
             return value
         with ranks.on_network():
-            found = value.full_tensor()
+            # Copies of what an optimizer trains with are on the host, which has no network of the device's.
+            found = value.to(value.device_mesh.device_type).full_tensor()
         return None if ranks.rank else outcome.run(found.cpu)
 
     found = tree_map(whole, state)

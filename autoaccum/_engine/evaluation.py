@@ -16,6 +16,7 @@ from autoaccum._data.batches import Window
 from autoaccum._data.nesting import as_leaf, copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
+from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.window_loss import WindowLoss
@@ -192,10 +193,10 @@ class Evaluator:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Let passes in the block be those of an evaluation."""
-        objective = self._step.objective
+        step, objective = self._step, self._step.objective
         objective.may_lack_loss = self._has_metrics
         try:
-            with evaluation_mode(objective.modules), _no_gradients():
+            with evaluation_weights(step.optimizer, step.memory), evaluation_mode(objective.modules), _no_gradients():
                 yield
         finally:
             objective.may_lack_loss = False

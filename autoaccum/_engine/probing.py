@@ -13,7 +13,7 @@ from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import by_size, count, repeated, repeating
 from autoaccum._data.nesting import copied
 from autoaccum._data.splits import is_default
-from autoaccum._engine import devices
+from autoaccum._engine import devices, optimizer_modes
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import described, sample_does_not_fit
 from autoaccum._engine.gradients import PartResult
@@ -204,6 +204,7 @@ class Trials:
         self._whole = None if samples is None else WholeWindow(step, self._savepoint)
         # On the host, and before a limit begins, since they are no part of a step.
         self._optimizer = OptimizerCopy(step.optimizer, step.precision.scaler)
+        optimizer_modes.train(step.optimizer)
         self._gradients, self._made = [(one, one.grad) for one in step.parameters], step.optimizer_steps.made
         step.clear_gradients()
         self.oom_event: MemoryEvent | None = None

@@ -21,7 +21,7 @@ from autoaccum._data.batches import as_window, largest_first
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import ListOfSamples
-from autoaccum._engine import devices, optimizers, step_complete
+from autoaccum._engine import devices, optimizer_modes, optimizers, step_complete
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.forward_backward import drop_old_gradients
@@ -130,6 +130,7 @@ class WindowRunner:
         self._number, self._made_before, self._has_moved = number, step.optimizer_steps.made, False
         measures = noise is not None and noise.is_due(number) and self.sizing.is_stable
         part = (shuffled(part, number) if measures else self._prepared(part)).made_of(part)
+        optimizer_modes.train(step.optimizer)
         try:
             if step.holds_gradients():
                 drop_old_gradients(step, self._notices)

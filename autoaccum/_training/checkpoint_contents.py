@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from autoaccum._arguments import shown
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
+from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.optimizers import OptimizerList
 from autoaccum._records import SAMPLES
 from autoaccum._sizing.sizing import Cutting
@@ -28,7 +30,7 @@ from autoaccum._training.checkpoint_types import check_like, check_states, check
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
@@ -84,22 +86,29 @@ class Contents:
         """Whether there are tensors of which this rank holds a part only."""
         return is_sharded(self._step.objective.modules)
 
-    def take(
+    @contextmanager
+    def taken(
         self, state: LoopState, kept: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]] | None = None
-    ) -> dict[str, Any]:
-        """Return everything, tensors not copied: it is to be written before training goes on.
+    ) -> Iterator[dict[str, Any]]:
+        """Give everything, tensors not copied: it is to be written within the block.
+
+        Modules are as for an evaluation; where the optimizer trains with other weights, these are beside its state.
 
         Args:
             state: The state of the loop.
             kept: How windows are cut, as plain values.
             ranks: `part` of each rank, where there are several.
         """
-        return {
-            "ranks": None if ranks is None else list(ranks),
-            **{name: getattr(state, name) for name in _COUNTS},
-            **self._own(),
-            **self.part(state, kept),
-        }
+        with evaluation_weights(self._step.optimizer, self._step.memory) as training:
+            content = {
+                "ranks": None if ranks is None else list(ranks),
+                **{name: getattr(state, name) for name in _COUNTS},
+                **self._own(),
+                **self.part(state, kept),
+            }
+            if training is not None:
+                content["optimizer"] |= {"state": training.optimizer, "weights": training.parameters}
+            yield content
 
     def _own(self) -> dict[str, Any]:
         """Return what does not depend on the state of the loop, or is in it whatever that is."""
@@ -110,7 +119,12 @@ class Contents:
             "counts": self._call.counts,
             # With the buffers that `state_dict` leaves out: training moves those too.
             "modules": [{"state": one.state_dict(), "buffers": _buffers_of(one)} for one in self._modules],
-            "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
+            "optimizer": {
+                "type": _type_name(optimizer),
+                "state": state,
+                "parameters": self._parameter_names(),
+                "weights": None,
+            },
             "scheduler": None
             if scheduler is None
             else {"type": _type_name(scheduler), "state": scheduler.state_dict()},
@@ -190,6 +204,7 @@ class Contents:
         for module, saved in zip(self._modules, content["modules"], strict=True):
             _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
         _offer(optimizer, lambda: _put_optimizer_back(optimizer, content["optimizer"]["state"]))
+        _put_weights_back(self._step.held(), content["optimizer"]["weights"])
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
             self._noise.load_state_dict(content["noise_scale"])
 
@@ -365,6 +380,13 @@ def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any])
             now = optimizer.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
                 optimizer.state[parameter][name] = value.to(now.device)
+
+
+@torch.no_grad()
+def _put_weights_back(parameters: Sequence[nn.Parameter], weights: Sequence[Tensor] | None) -> None:
+    """Put the weights with which the optimizer trains in the place of those of the modules, if they are others."""
+    for parameter, weight in zip(parameters, weights or parameters, strict=True):
+        parameter.copy_(as_spread(weight, parameter))
 
 
 def _plain(value: object) -> object:

@@ -169,8 +169,8 @@ class Checkpoints:
             CheckpointError: The state holds something that cannot be stored in a file.
         """
         # The copy is not part of the memory that training takes.
-        with self._memory.lifted():
-            check_that_it_can_be_kept(self._contents.take(self._progress.state, self._lifecycle.kept))
+        with self._memory.lifted(), self._contents.taken(self._progress.state, self._lifecycle.kept) as content:
+            check_that_it_can_be_kept(content)
 
     def save(self) -> Path | None:
         """Write a checkpoint of the present state and return its path; None if the state is not finite.
@@ -204,20 +204,16 @@ class Checkpoints:
     def _write(self) -> Path:
         """Write the state of all processes, on rank 0, and return the path."""
         state, kept, contents, world = self._progress.state, self._lifecycle.kept, self._contents, self._world
-        content: dict[str, Any] = {}
-        if world.ranks is None:
-            content = contents.take(state, kept)
-        else:
-            own = {**contents.part(state, kept), "loader": world.gives}
-            parts = world.ranks.exchange("state", own)
-            if world.decides or contents.is_sharded:
-                content = contents.take(state, kept, parts)
-            if contents.is_sharded:
-                content = gathered(world.ranks, content)
-        path = None
-        if world.decides:
-            path = self.storage.write(content, state.windows, val_loss=state.val_loss)
-            self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
+        parts = path = None
+        if world.ranks is not None:
+            parts = world.ranks.exchange("state", {**contents.part(state, kept), "loader": world.gives})
+        if world.decides or contents.is_sharded:
+            with contents.taken(state, kept, parts) as content:
+                if world.ranks is not None and contents.is_sharded:
+                    content = gathered(world.ranks, content)  # noqa: PLW2901 - whole tensors in place of parts
+                if world.decides:
+                    path = self.storage.write(content, state.windows, val_loss=state.val_loss)
+                    self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
         path = Path(world.of_all("written", None if path is None else str(path))[0])
         self.storage.took(path, state.val_loss)
         self._note(state)

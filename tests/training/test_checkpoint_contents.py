@@ -201,7 +201,7 @@ def test_lost_device_names_the_checkpoint_and_is_not_read(tmp_path, monkeypatch)
 
     def lose():
         monkeypatch.setattr(
-            "autoaccum._training.checkpoint_contents.Contents.take", lambda *_: pytest.fail("the device was read")
+            "autoaccum._training.checkpoint_contents.Contents.taken", lambda *_: pytest.fail("the device was read")
         )
         run.model.last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(lost))
 

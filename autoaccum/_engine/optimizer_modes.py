@@ -1,0 +1,133 @@
+"""Optimizers that train with other weights than they evaluate with, as schedule-free ones: `train()` and `eval()`.
+
+Both calls write the parameters, and one after the other round them. What is restored here is so bit for bit.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autoaccum._engine.optimizer_step import OptimizerCopy
+from autoaccum._engine.optimizers import OptimizerList
+from autoaccum._oom import first_line
+from autoaccum._system import signals
+from autoaccum.errors import StateDamagedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from autoaccum._memory.base import MemoryBackend
+
+CALLS_USER_CODE = True  # for own_code.raised_here
+
+# What an optimizer may keep its mode in, outside of its groups.
+_FLAGS = (bool, int, float, str, type(None))
+
+
+def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the optimizer, or those of its parts, that have modes; torch's have none."""
+    parts = optimizer.parts if isinstance(optimizer, OptimizerList) else [optimizer]
+    return [part for part in parts if all(callable(getattr(part, name, None)) for name in ("train", "eval"))]
+
+
+def train(optimizer: torch.optim.Optimizer) -> None:
+    """Put the weights for training into the parameters, if they are not there. Not within a window.
+
+    Raises:
+        StateDamagedError: The optimizer failed at that.
+    """
+    try:
+        _call("train", optimizer)
+    except Exception as error:
+        raise StateDamagedError(
+            f"the optimizer's train() failed, so the parameters may be part those for evaluation, part those for "
+            f"training ({first_line(error)}); load a checkpoint"
+        ) from error
+
+
+def evaluate(optimizer: torch.optim.Optimizer, memory: MemoryBackend) -> None:
+    """Put the weights for evaluation into the parameters; after an error all is as before."""
+    if with_modes(optimizer):
+        _Modes(optimizer, memory).evaluate()
+
+
+@contextmanager
+def evaluation_weights(optimizer: torch.optim.Optimizer, memory: MemoryBackend) -> Iterator[TrainingState | None]:
+    """Have the weights for evaluation in the parameters within the block; afterwards all is bit for bit as before.
+
+    Gives the state before, with tensors on the host; None for an optimizer without modes.
+    """
+    if not with_modes(optimizer):
+        yield None
+        return
+    modes = _Modes(optimizer, memory)
+    modes.evaluate()
+    try:
+        yield modes.before
+    finally:
+        modes.put_back()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The state of an optimizer in the mode of training: as `state_dict` gives it, and the parameters, in order."""
+
+    optimizer: dict[str, Any]
+    parameters: list[torch.Tensor]
+
+
+class _Modes:
+    """Switches to evaluation and back.
+
+    Attributes:
+        before: The state at first.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, memory: MemoryBackend) -> None:
+        self._optimizer = optimizer
+        with memory.lifted(), memory.elsewhere():
+            self._copy = copy = OptimizerCopy(optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.before = TrainingState(copy.as_copied(optimizer.state_dict()), copy.as_copied(held))
+        self._flags = self._flags_now()
+
+    def evaluate(self) -> None:
+        with signals.held():
+            try:
+                _call("eval", self._optimizer)
+            except BaseException:
+                self._undo()
+                raise
+            # Otherwise it was in the mode of evaluation, and stays there.
+            self._has_switched = self._flags != self._flags_now() or not self._copy.is_current()
+
+    def put_back(self) -> None:
+        if not self._has_switched:
+            return
+        with signals.held():
+            try:
+                _call("train", self._optimizer)
+            finally:
+                self._undo()
+
+    def _undo(self) -> None:
+        self._copy.undo()
+        for part, flags in zip(with_modes(self._optimizer), self._flags, strict=True):
+            vars(part).update(flags)
+
+    def _flags_now(self) -> list[dict[str, Any]]:
+        parts = with_modes(self._optimizer)
+        return [{name: flag for name, flag in vars(part).items() if isinstance(flag, _FLAGS)} for part in parts]
+
+
+def _call(name: str, optimizer: torch.optim.Optimizer) -> None:
+    for part in with_modes(optimizer):
+        entries = len(part.state)
+        getattr(part, name)()
+        if len(part.state) > entries:  # looked for in a defaultdict, which counts as state that a step has made
+            for holder in [holder for holder, state in part.state.items() if not state]:
+                del part.state[holder]
