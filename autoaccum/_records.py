@@ -319,7 +319,8 @@ class FitResult:
             micro-batches were trials; these made optimizer steps too), "waiting for data", "computing again" (because
             memory ran out), "evaluations", "checkpoints".
         memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
-        warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`).
+        warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`), and of a
+            resume after which the loader's batches may differ from those of an uninterrupted run.
         skipped_samples: Number of samples of the whole run that did not fit even alone (on_too_large="skip").
     """
 

@@ -1,4 +1,4 @@
-"""What a loader is: whether it can be read, whether twice, in which order, and by which generators."""
+"""What a loader is: whether it can be read, whether twice, in which order, and what brings it back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
 
 from autoaccum._arguments import check_iterable
+from autoaccum._data.loader_memory import generators_of
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import ListOfSamples, is_default
 from autoaccum.errors import InvalidInputError
@@ -71,13 +82,11 @@ def can_be_looked_at(loader: Any) -> bool:
 
 @contextmanager
 def left_as_it_was(loader: Any) -> Iterator[None]:
-    """Restore random state, the generators of the loader, its samplers and its dataset, and persistent workers.
+    """Restore random state, the generators of the loader and its parts, and persistent workers.
 
-    What a dataset keeps in other attributes or in files is not restored.
+    What these keep otherwise, or in files, is not restored.
     """
-    owners = [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
-    held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    random = RandomState(torch.device("cpu"), further=held)
+    random = RandomState(torch.device("cpu"), further=generators_of(loader))
     random.take()
     standing = getattr(loader, "_iterator", None)
     if standing is not None:
@@ -90,13 +99,49 @@ def left_as_it_was(loader: Any) -> Iterator[None]:
         random.put_back()
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators of a DataLoader and its samplers."""
-    found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
 def samplers_of(loader: Any) -> tuple[Any, ...]:
     """Return the sampler, the batch sampler and its own sampler of a DataLoader, None for those it has not."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+
+
+def is_kept_by_its_state(loader: Any, state: Any) -> bool:
+    """Whether the `state_dict` of a loader brings it back exactly; else its epoch is to be read again.
+
+    Of torchdata's StatefulDataLoader, it does for data with a state, and for data with indices and without generators,
+    if samplers have a state too: it asks the others for another iterator, which may draw again. It counts batches
+    twice when it returns to a place in iterable data without a state, and reads them again as well.
+    """
+    if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__) or _holds_data(state):
+        return True
+    if isinstance(loader.dataset, IterableDataset) or generators_of((loader.dataset, loader.collate_fn)):
+        return False
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if _is_torchdatas(sampler) and isinstance(sampler, BatchSampler):
+        sampler = sampler.sampler
+    return (
+        callable(getattr(sampler, "state_dict", None))
+        or _is_torchdatas(sampler)
+        or isinstance(sampler, SequentialSampler | DistributedSampler)
+    )
+
+
+def _is_torchdatas(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith("torchdata.")
+
+
+def _holds_data(state: Any) -> bool:
+    """Whether the state of a StatefulDataLoader holds one of its dataset."""
+    if not isinstance(state, dict):
+        return False
+    own = any(state.get(name) is not None for name in ("dataset_state", "dataset_iter_state"))
+    return own or any(map(_holds_data, state.values()))
+
+
+def may_move_in_workers(loader: Any) -> bool:
+    """Whether the dataset of a DataLoader may draw or count in its workers: not if it only holds tensors or a list."""
+    dataset = getattr(loader, "dataset", None)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    is_plain = isinstance(dataset, TensorDataset | list | tuple | torch.Tensor)
+    return not is_plain or getattr(loader, "collate_fn", None) not in (default_collate, default_convert)

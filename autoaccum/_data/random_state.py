@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_KINDS = (torch.Generator, random.Random, np.random.Generator)
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
 
 class RandomState:
@@ -28,10 +28,7 @@ class RandomState:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         parts = (part for module in modules for part in module.modules())
         values = [*(value for part in parts for value in vars(part).values()), *further]
-        found = {id(value): value for value in values if isinstance(value, _KINDS)}
-        for shared in (torch.default_generator, random.seed.__self__):  # type: ignore[attr-defined]
-            found.pop(id(shared), None)
-        self._own = list(found.values())
+        self._own = list({id(value): value for value in values if is_generator(value)}.values())
         self._states: tuple[Any, ...] | None = None
 
     def take(self, *, of_host: bool = True) -> tuple[Any, ...]:
@@ -99,6 +96,14 @@ class RandomState:
         return self._states
 
 
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random generator with a state, and none of the global ones."""
+    if not isinstance(value, _KINDS) or isinstance(value, random.SystemRandom):
+        return False
+    shared: tuple[Any, ...] = (torch.default_generator, random.seed.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]
+    return all(value is not one for one in shared)
+
+
 def states_of(generators: Iterable[Any]) -> tuple[Any, ...]:
     """Return the states of generators, which are never modified."""
     return tuple(map(_state, generators))
@@ -111,8 +116,10 @@ def set_states(generators: Iterable[Any], states: Iterable[Any]) -> None:
             generator.set_state(state)
         elif isinstance(generator, random.Random):
             generator.setstate(state)
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(_within(state))
         else:
-            generator.bit_generator.state = _within(state)
+            _bits_of(generator).state = _within(state)
 
 
 def _within(state: Any) -> Any:
@@ -125,13 +132,22 @@ def _within(state: Any) -> Any:
 def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return _bits_of(generator).state
+
+
+def _bits_of(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 def _seed(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
-    elif isinstance(generator, random.Random):
+    elif isinstance(generator, random.Random | np.random.RandomState):
         generator.seed(seed)
     else:
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        bits = _bits_of(generator)
+        bits.state = type(bits)(seed).state

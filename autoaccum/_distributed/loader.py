@@ -53,7 +53,8 @@ class DealtLoader:
         drop_last: Whether a window of fewer samples is left out.
 
     Attributes:
-        generator: The generator of `loader`. Its state, and those of the samplers' generators, belong to a position.
+        whole_loader: `loader`. What it and its parts keep belongs to a position.
+        generator: The generator of `loader`.
         sampler: The sampler of `loader`, which is notified of epochs.
         batch_sampler: The batch sampler of `loader`, which is notified of epochs.
         share: The samples of this rank in the window that the last batch belongs to; without windows, in that batch.
@@ -74,8 +75,8 @@ class DealtLoader:
     ) -> None:
         _check_can_be_sharded(name, loader)
         self.generator, self.sampler, self.batch_sampler = loader.generator, loader.sampler, loader.batch_sampler
-        self.share = 0
-        self._name, self._loader, self._ranks = name, loader, ranks
+        self.whole_loader, self.share = loader, 0
+        self._name, self._ranks = name, ranks
         self._target_batch, self._drop_last = target_batch, drop_last
         self._own: list[list[Any]] = []  # the indices of this rank's batches, in this epoch
         arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
@@ -91,7 +92,7 @@ class DealtLoader:
 
     def __len__(self) -> int:
         """Return the number of batches, over all ranks."""
-        return len(self._loader)
+        return len(self.whole_loader)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, on all ranks together."""
@@ -117,7 +118,7 @@ class DealtLoader:
         """Refuse a sampler that gives each rank samples of its own, by what it gives this rank and rank 0."""
         if self._ranks.rank == 0:
             return
-        own, data = set(map(_spelled, mine)), self._loader.dataset
+        own, data = set(map(_spelled, mine)), self.whole_loader.dataset
         expected = len(own) ** 2 / (len(data) if hasattr(data, "__len__") else len(own) or 1)
         if expected >= _MANY and own.isdisjoint(map(_spelled, order)):
             raise InvalidInputError(
@@ -130,7 +131,7 @@ class DealtLoader:
         rank, size, target = self._ranks.rank, self._ranks.size, self._target_batch
         if target is None:
             return [(batch, len(batch)) for batch in order[rank::size]]
-        indices, most = list(chain.from_iterable(order)), self._loader.batch_size or max(1, target // size)
+        indices, most = list(chain.from_iterable(order)), self.whole_loader.batch_size or max(1, target // size)
         dealt = []
         for start in range(0, len(indices), target):
             window = indices[start : start + target]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ class Checkpoints:
         storage: The files.
         lease: The right to write them.
         spent_s: Seconds spent on writing.
+        differences: In what the resume is not exact, on any process.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Checkpoints:
     ) -> None:
         self.storage = Storage(saving.folder, replaces=saving.resume is False)
         self.spent_s = 0.0
+        self.differences: tuple[str, ...] = ()
         self.saving = saving
         self._world, self._memory, self._notices = call.world, call.step.memory, call.notices
         self._contents, self._progress, self._lifecycle = Contents(call), progress, lifecycle
@@ -259,5 +262,9 @@ class Checkpoints:
         self._notices.choose(f"resuming after step {state.windows} from {path}", "resume=False starts from scratch")
         if overridden:
             self._notices.say(f"the checkpoint's settings override this call's: {', '.join(overridden)}")
+        told = dict.fromkeys(text for texts in self._world.of_all("resumed", self._progress.differences) for text in texts)
+        self.differences = tuple(told)
+        for text in self.differences:
+            self._notices.say(f"the resume is not exact: {text}", level=logging.WARNING)
         self._lifecycle.observers.on_resume(path, step=state.windows, epoch=state.position.epoch)
         return kept

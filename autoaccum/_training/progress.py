@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import shown
+from autoaccum._data.loader_memory import of_order
 from autoaccum._data.loader_state import Track
 from autoaccum._data.regrouping import TOKENS_ARE
 from autoaccum._data.splits import is_default
@@ -246,9 +247,16 @@ class TrainingProgress:
                 self._windows = self._world.windows(batches, skip=position.used)
         self._random.put_back(state.random)
 
+    @property
+    def differences(self) -> list[str]:
+        """In what the return to a state is not exact, in words."""
+        return self._track.differences
+
     def taken_over(self, state: LoopState) -> LoopState:
         """Return the state from which this training resumes, given that of other processes."""
         position = state.position if state.position.batches else replace(state.position, loader_state=None)
+        if not self._world.decides:  # what rank 0 draws in its dataset is its own
+            position = replace(position, memory=of_order(position.memory))
         # Only rank 0 keeps the random state: it draws the order of the coming epochs.
         return replace(
             state, position=position, random=state.random if self._world.decides else self._call.random.take()

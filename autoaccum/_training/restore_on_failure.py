@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from autoaccum._data.loaders import generators_of
+from autoaccum._data.loader_memory import generators_of
 from autoaccum._data.random_state import RandomState, set_states, states_of
 from autoaccum._system import signals
 

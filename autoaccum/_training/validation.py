@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.loaders import can_be_looked_at, generators_of, left_as_it_was
+from autoaccum._data.loader_memory import generators_of
+from autoaccum._data.loaders import can_be_looked_at, left_as_it_was
 from autoaccum._data.random_state import set_states, states_of
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
@@ -34,8 +35,9 @@ class Validation:
         self._savings = call.savings
         self._part = call.world.part_of_validation(val_loader)  # of this process
         self._evaluator = Evaluator(call.step, call.metrics, on_oom, ranks=call.world.ranks)
-        # Between windows, in an epoch whose loader may share generators.
-        self._generators = [] if call.val_every is None else generators_of(self._part)
+        # Each evaluation draws the same from them, whether the run was resumed since the one before or not, and a
+        # loader in the middle of an epoch may share them.
+        self._generators = generators_of(self._part)
         self._is_kept = call.saving is not None  # a checkpoint of the state before may follow a failing evaluation
 
     @property
