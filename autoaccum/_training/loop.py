@@ -186,6 +186,12 @@ class Training:
                 elif failure is not first:
                     what = f"{type(failure).__name__}: {first_line(failure)}"
                     first.add_note(f"autoaccum: while the call ended, another error followed ({what})")
+        if first is None:
+            try:
+                self._world.of_all("end of the call", None)  # in place of which a rank reports its error
+            except BaseException as failure:  # noqa: BLE001 - raised below
+                first = failure
+                self._leave_result(failure, started)
         try:
             if first is not None and first is not error:
                 raise first

@@ -7,8 +7,8 @@ torch.distributed, so that no collective is added to those of the function.
 from __future__ import annotations
 
 import functools
-import itertools
 import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -23,16 +23,14 @@ from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-# How an attempt has ended on a rank.
-_DONE, _RAN_OUT, _FAILED = "done", "ran out", "failed"
+# How an attempt has ended on a rank; the last says that it has waited for another in vain.
+_DONE, _RAN_OUT, _FAILED, _ALONE = "done", "ran out", "failed", "alone"
 # Between two looks at what other ranks have said.
 _LOOK_S = 0.05
-# Numbers the attempts of this process, which are the same on all ranks.
-_attempts = itertools.count()
 
 
 def find_executable_micro_batch(
@@ -52,8 +50,9 @@ def find_executable_micro_batch(
     of the share. What it did until then is done again, so it should create model, optimizer and loader itself, or load
     its own checkpoint. A later call begins with the size that fitted.
 
-    On several ranks, all begin again when one of them runs out, once each has returned or run out. A rank that waits in
-    a collective for one that ran out ends by that collective's timeout; `autoaccum run` restarts such a job.
+    On several ranks, all begin again when one of them runs out, once each has returned or run out, for which they wait
+    for AUTOACCUM_RANK_TIMEOUT_S (1800). A rank that waits in a collective for one that ran out ends by that
+    collective's timeout; `autoaccum run` restarts such a job.
 
     Args:
         target: Samples of one optimizer step on all ranks together, a multiple of their number.
@@ -63,7 +62,7 @@ def find_executable_micro_batch(
         InvalidInputError: An argument cannot be used. When the function is called: `target` is no multiple of the
             number of ranks, or `torch.distributed` is not set up, which it must be until the function has returned.
         DoesNotFitError: When the function is called: not even one sample at a time fits.
-        RankFailedError: When the function is called: it raised another error on another rank.
+        RankFailedError: When the function is called: it raised another error on another rank, or that rank is gone.
     """
     check_positive_int("target", target)
     most = target if micro_batch is None else check_positive_int("micro_batch", micro_batch)
@@ -78,14 +77,15 @@ def find_executable_micro_batch(
             nonlocal most
             share, said = _share_of(target), ""
             for size in _sizes(share, min(most, launched.max_micro_batch() or most)):
-                attempt = next(_attempts)
+                attempt = _new_attempt()
                 done: list[_T] = []
                 try:
                     done.append(function(size, share // size, *args, **kwargs))
                 except BaseException as error:
                     ran_out = isinstance(error, Exception) and (is_oom(error) or is_too_large(error))
                     if not ran_out or is_device_lost(error):
-                        _tell(attempt, _FAILED)
+                        with suppress(RankFailedError):  # the error itself says more
+                            _tell(attempt, _FAILED)
                         raise
                     said = first_line(error)
                     let_go(error)
@@ -127,28 +127,72 @@ def _sizes(share: int, most: int) -> list[int]:
     return [size for size in range(min(share, most), 0, -1) if share % size == 0]
 
 
+def _store() -> Any:
+    """Return the store by which ranks agree; None for a single process."""
+    if launched.world_size() == 1 or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
+def _new_attempt() -> int:
+    """Return the number of a new attempt, which is the same on all ranks: it counts those that the store knows of."""
+    store = _store()
+    if store is None:
+        return 0
+    with _store_explained():
+        return int(store.add(f"autoaccum/attempts/{distributed.get_rank()}", 1))
+
+
 def _tell(attempt: int, how: str) -> tuple[Any, list[str]]:
     """Tell other ranks how an attempt has ended; return the store, and the key of each rank."""
-    if launched.world_size() == 1 or not distributed.is_initialized():
+    if (store := _store()) is None:
         return None, []
-    store = distributed.distributed_c10d._get_default_store()
     keys = [f"autoaccum/attempt-{attempt}/{rank}" for rank in range(distributed.get_world_size())]
-    store.set(keys[distributed.get_rank()], how)
+    with _store_explained():
+        store.set(keys[distributed.get_rank()], how)
     return store, keys
+
+
+@contextmanager
+def _store_explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankFailedError(
+            f"the store of torch.distributed, by which ranks agree, cannot be reached ({first_line(error)}); if the "
+            "process that holds it (mostly rank 0) is gone, its log says why"
+        ) from error
 
 
 def _ran_out_somewhere(attempt: int, how: str) -> bool:
     """Whether memory ran out on any rank, once each has ended the attempt.
 
     Raises:
-        RankFailedError: One of them raised another error.
+        RankFailedError: One of them raised another error, or is not heard of for as long as ranks wait for each other.
     """
     store, keys = _tell(attempt, how)
     if store is None:
         return how == _RAN_OUT
-    while not store.check(keys):  # as long as it takes: one rank may have more to do after the training
-        time.sleep(_LOOK_S)
-    said = [store.get(key).decode() for key in keys]
+    limit_s = launched.timeout_s()
+    began = time.monotonic()
+    with _store_explained():
+        while not store.check(keys):
+            if time.monotonic() - began > limit_s:
+                _tell(attempt, _ALONE)
+                missing = ", ".join(f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key]))
+                raise RankFailedError(
+                    f"no word of {missing} in the {limit_s:g} s since the function has ended here; see what is logged "
+                    "there, and if it only had more to do, set AUTOACCUM_RANK_TIMEOUT_S to more seconds"
+                )
+            time.sleep(_LOOK_S)
+        said = [store.get(key).decode() for key in keys]
     if _FAILED in said:
         raise RankFailedError(f"the function raised an error on rank {said.index(_FAILED)}; that rank's log says which")
+    if _ALONE in said:
+        raise RankFailedError(f"rank {said.index(_ALONE)} has ended, since a rank took too long to end the function")
+    with _store_explained():
+        has_read = f"autoaccum/attempt-{attempt}/read"
+        store.add(has_read, 1)
+        while distributed.get_rank() == 0 and store.add(has_read, 0) < len(keys) and time.monotonic() - began < limit_s:
+            time.sleep(_LOOK_S)  # since it may hold the store, and end with it before others have looked
     return _RAN_OUT in said

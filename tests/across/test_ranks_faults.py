@@ -48,3 +48,12 @@ def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(crew, size, at):
     for rank in set(range(size)) - {1}:
         assert isinstance(answers[rank], RankFailedError)
         assert "rank 1: " in str(answers[rank])
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_error_in_on_fit_end_of_one_rank_ends_the_others(crew, who):
+    answers = crew.answers("rank_differences:failing_at_end", who, size=2)
+
+    assert isinstance(answers[who], ZeroDivisionError)
+    assert isinstance(answers[1 - who], RankFailedError)
+    assert f"rank {who}: ZeroDivisionError: the user's own" in str(answers[1 - who])

@@ -1,11 +1,18 @@
 """A function that trains is called again with smaller micro-batches, and each update keeps its samples."""
 
+import os
+import signal
+import socket
+import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
+from torch import distributed
 
 import autoaccum
+from autoaccum._training import restarted_function
 
 
 def asked(most, calls):
@@ -75,6 +82,47 @@ def with_an_error(rank, size):
     train()
 
 
+def with_a_killed_rank(rank, size, who):
+    @autoaccum.find_executable_micro_batch(target=3)
+    def train(micro_batch, accumulation_steps):
+        if rank == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.dict(os.environ, AUTOACCUM_RANK_TIMEOUT_S="3"):
+        train()
+
+
+def free_port():
+    with socket.create_server(("localhost", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def with_a_store_that_ends(rank, size, port, who):
+    """Meet by a store in rank 0, which ends with it: in the function if it is `who`, or at once after it."""
+    distributed.destroy_process_group()
+    distributed.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=size)
+
+    @autoaccum.find_executable_micro_batch(target=2)
+    def train(micro_batch, accumulation_steps):
+        if rank == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(restarted_function, "_LOOK_S", 0.05 + rank):
+        train()
+    if rank == 0:
+        os._exit(0)
+    return "returned"
+
+
+def with_a_late_rank(rank, size):
+    @autoaccum.find_executable_micro_batch(target=2)
+    def train(micro_batch, accumulation_steps):
+        time.sleep(6.0 * rank)
+
+    with mock.patch.dict(os.environ, AUTOACCUM_RANK_TIMEOUT_S="3"):
+        train()
+
+
 def test_all_ranks_begin_again_where_one_runs_out(crew):
     first, second = crew.run("training.test_restarted_function:on_rank", 12, 2, size=2)
 
@@ -91,3 +139,35 @@ def test_error_on_one_rank_ends_the_others(crew):
 
     assert isinstance(first, autoaccum.RankFailedError)
     assert isinstance(second, KeyError)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_rank_that_is_killed_is_not_waited_for_longer_than_ranks_wait(crew, who):
+    answers = crew.answers("training.test_restarted_function:with_a_killed_rank", who, size=3)
+
+    for rank, answer in enumerate(answers):
+        if rank != who:
+            assert isinstance(answer, autoaccum.RankFailedError), answer
+            assert f"no word of rank {who} in the 3 s" in str(answer)
+
+
+def test_store_that_ends_with_a_killed_rank_ends_the_others(crew):
+    _, other = crew.answers("training.test_restarted_function:with_a_store_that_ends", free_port(), 0, size=2)
+
+    assert isinstance(other, autoaccum.RankFailedError)
+    assert "the store of torch.distributed" in str(other)
+
+
+def test_store_that_ends_right_after_the_function_has_been_read_by_all(crew):
+    _, other = crew.answers("training.test_restarted_function:with_a_store_that_ends", free_port(), None, size=2)
+
+    assert other == "returned"
+
+
+def test_rank_that_comes_too_late_ends_with_those_that_gave_it_up(crew):
+    first, second = crew.answers("training.test_restarted_function:with_a_late_rank", size=2)
+
+    assert isinstance(first, autoaccum.RankFailedError)
+    assert "no word of rank 1 in the 3 s" in str(first)
+    assert isinstance(second, autoaccum.RankFailedError)
+    assert "rank 0" in str(second)
