@@ -190,7 +190,7 @@ class CarefulPath:
     def _pair_weights(self, window: Window, at: Progress) -> dict[str, float]:
         step, starts = self._step, accumulate(at.sizes[:-1], initial=0)
         weights: dict[str, float] = {}
-        self._before_trying.take(with_numbers=True)
+        self._before_trying.take(with_attributes=True)
         step.stage.phase = Phase.FORWARD
         with torch.no_grad(), closing(step.transfer.feed(window, at.sizes)) as feed:
             for size, start in zip(at.sizes, starts, strict=True):
@@ -204,6 +204,7 @@ class CarefulPath:
                             weights[term.name] = weights.get(term.name, 0.0) + float(term.weight)
         at.size = None
         self._before_trying.restore()
+        self._before_trying.forget_attributes()
         if not self.peers.is_part:
             for name, weight in weights.items():
                 check_weight(name, weight)

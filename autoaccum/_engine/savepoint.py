@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoaccum._data.random_state import RandomState
+from autoaccum._engine.attribute_state import AttributeState
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._loss.closures import used_by
 from autoaccum._oom import is_oom, let_go
@@ -72,7 +73,7 @@ class Savepoint:
         self._tables: list[dict[str, Tensor | None]] = []
         self._small: list[_Small] = []
         self._single: list[_Saved] = []
-        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes, and what they were
+        self._attributes: AttributeState | None = None
         self._has_looked = False
         self._arranged: bool | None = None  # for which `copies_all`; None for neither
         self._host_moves = False
@@ -89,10 +90,10 @@ class Savepoint:
         modules = [*self._modules, *(value for value in found if isinstance(value, nn.Module))]
         parts = list({id(part): part for module in modules for part in module.modules()}.values())
         self.random = RandomState(self._device, modules, found)
+        self._parts = parts
         self._metrics = [part for part in parts if is_metric(part)]
         self._counted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # their attributes, and what these were
         self._tables = [part._buffers for part in parts]
-        self._attributes = list(map(vars, parts))
         own = chain.from_iterable(part._parameters.values() for part in parts)
         there = (parameter for parameter in own if not (parameter is None or parameter.is_meta))
         self._parameters = list({id(parameter): parameter for parameter in there}.values())
@@ -106,7 +107,7 @@ class Savepoint:
         copies_all: bool = True,
         is_thorough: bool = False,
         with_host_random: bool = True,
-        with_numbers: bool = False,
+        with_attributes: bool = False,
     ) -> None:
         """Save the current state.
 
@@ -117,11 +118,11 @@ class Savepoint:
                 `learn_moved` and `damage` find what changes without a trace.
             with_host_random: Whether to save the random state of Python and NumPy also where it has not been seen to
                 move.
-            with_numbers: Whether to save also numbers, flags and texts that modules have as plain attributes.
+            with_attributes: Whether to save also what modules keep as plain attributes.
         """
         if is_thorough or not self._has_looked:
             self.refresh()
-        self._numbers = [(table, _numbers_in(table)) for table in self._attributes] if with_numbers else []
+        self._attributes = AttributeState(self._named_parts()) if with_attributes else None
         self.random.take(of_host=with_host_random or is_thorough or self._host_moves)
         if self._metrics:
             self._counted = [(vars(metric), _counted_by(metric)) for metric in self._metrics]
@@ -139,12 +140,14 @@ class Savepoint:
         self._versions = list(map(_VERSION, self._watched_tensors))
         self._addresses = list(map(self._address, self._watched_tensors))
 
-    def restore(self) -> None:
-        """Restore the state; `damage` tells what could not be."""
-        for attributes, numbers in self._numbers:
-            for name in _numbers_in(attributes).keys() - numbers.keys():
-                del attributes[name]
-            attributes.update(numbers)
+    def restore(self, *, with_attributes: bool = True) -> None:
+        """Restore the state; `damage` tells what could not be.
+
+        Args:
+            with_attributes: Whether also plain attributes, if they were saved.
+        """
+        if self._attributes is not None and with_attributes:
+            self._attributes.put_back()
         with torch.no_grad():
             self._made = set()
             for table, kept in zip(self._tables, self._kept, strict=True):
@@ -185,9 +188,18 @@ class Savepoint:
         self._host_moves = self._host_moves or self.random.host_has_moved()
         return self._names(moved - empty)
 
+    def moved_attributes(self) -> list[str]:
+        """Return the names of plain attributes that have moved since `take(with_attributes=True)`."""
+        return [] if self._attributes is None else self._attributes.moved()
+
     def forget(self) -> None:
         """Free the copies, until the next `take`."""
         self._small, self._single, self._arranged = [], [], None
+        self.forget_attributes()
+
+    def forget_attributes(self) -> None:
+        """Release what modules kept as attributes, which may be whole graphs."""
+        self._attributes = None
 
     def damage(self) -> list[str]:
         """Return the names of what cannot be restored, once all else is: what was not copied, or made meanwhile."""
@@ -296,6 +308,13 @@ class Savepoint:
             are_moved = [one != other for one, other in zip(now, then, strict=True)]
         return {key for (key, _), is_moved in zip(self._watched, are_moved, strict=True) if is_moved}
 
+    def _named_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules but metrics, which have a count of their own, with their names; none twice."""
+        names: dict[int, str] = {}
+        for module in reversed(self._modules):
+            names |= {id(part): path for path, part in module.named_modules()}
+        return ((names.get(id(part), type(part).__name__), part) for part in self._parts if not is_metric(part))
+
     def _names(self, keys: set[Any]) -> list[str]:
         names_in: dict[int, list[str]] = defaultdict(list)
         for key in keys:
@@ -321,11 +340,6 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if _is_plain(tensor) else id(tensor)
-
-
-def _numbers_in(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers, flags and texts among a module's attributes, without its mode."""
-    return {name: value for name, value in attributes.items() if type(value) in _NUMBERS and name != "training"}
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:

@@ -34,7 +34,7 @@ from autoaccum._engine.window_checks import (
     TimeFirst,
     refuse_hooks,
     warn_of_hooks,
-    warn_of_moving_layers,
+    warn_of_moving_state,
 )
 from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._oom import is_device_lost
@@ -265,7 +265,8 @@ class Engine:
             moved = self._savepoint.learn_moved()
             self.steady.learn(window, given)
             if len(at.sizes) > 1:
-                warn_of_moving_layers(step.objective.modules, moved, len(at.sizes), self._notices)
+                if not self.sizing.is_learning:  # windows may fit at once
+                    warn_of_moving_state(step.objective, moved)
                 warn_of_hooks(step.parameters, self._notices)
         return given
 

@@ -19,7 +19,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._data.splits import is_default
-from autoaccum._engine.out_of_memory import first_of
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.savepoint import is_metric
 from autoaccum._loss.graph_reader import nodes_of
@@ -223,22 +222,12 @@ class TimeFirst:
 _OF_NORMS = "num_batches_tracked"
 
 
-def warn_of_moving_layers(
-    modules: Iterable[nn.Module], moved: Sequence[str], micro_batches: int, notices: Notices
-) -> None:
-    """Tell once which buffers and parameters have moved in a window of several micro-batches, given their names."""
+def warn_of_moving_state(objective: Objective, moved: Sequence[str]) -> None:
+    """Warn of the buffers and parameters that forward passes have moved in a window of several, given their names."""
     if not moved:
         return
-    usual = set(_usual(modules))
-    names = [name for name in moved if name not in usual and not name.endswith(_OF_NORMS)]
-    if names:
-        notices.say(
-            f"forward() moves {first_of(names)}: once for each micro-batch, {micro_batches} times in this optimizer "
-            "step instead of once, and later micro-batches meet other values than the first. For the whole batch's "
-            "gradient, collect in forward() what moves them, and move them once an optimizer step, from a callback's "
-            "on_step (docs/losses.md)",
-            key="moving layers",
-        )
+    usual = set(_usual(objective.modules))
+    objective.weights.warn_of_state(name for name in moved if name not in usual and not name.endswith(_OF_NORMS))
 
 
 def _usual(modules: Iterable[nn.Module]) -> Iterable[str]:

@@ -8,11 +8,11 @@ read, it is looked for among the counts of the batch.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -215,7 +215,7 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) 
     scale = torch.full_like(loss, 1024.0)
     # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
     # computed again with their dropout.
-    run = functools.partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
+    run = partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
     if not any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(loss)):
         return list(run(tuple(parameters), accumulate_grad=False))
     # Blocks that are checkpointed with reentry need a whole backward pass, which reaches other tensors too.
@@ -460,6 +460,7 @@ class TrialLosses:
 
     Attributes:
         mark: Taken before; restored before each pass.
+        tells_of_state: Whether to look for state in attributes, which passes move: in training mode.
         is_complete: Whether every loss was confirmed: something counted in both parts, and its divisor tells its form.
         tolerance: The relative difference that rounding may cause, as of the last pass.
     """
@@ -471,6 +472,7 @@ class TrialLosses:
     autocast: Callable[[], AbstractContextManager[object]]
     casts: bool
     parameters: Sequence[nn.Parameter]
+    tells_of_state: bool = False
     is_complete: bool = True
     tolerance: float = 0.0
     _divided_by_1: set[str] = field(default_factory=set)  # losses that look like sums
@@ -514,6 +516,7 @@ class TrialLosses:
     def _try(self, source: _Pass, sample: Window, first: int) -> None:
         """Find the terms of one source's losses that are not confirmed yet."""
         whole = self._whole(source, sample)
+        self._look_for_state(source, whole, sample)
         if self.weights.is_trusted:  # as `loss=None` shows only now
             self._try_model(source, whole, sample, first)
             return
@@ -528,7 +531,7 @@ class TrialLosses:
                     self._found[name] = self._known(name) or list(map(_of_nothing, run.terms))
             elif math.isfinite(run.value):
                 parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
-                forms = self._forms_of(name, run, parts, lambda: self._runs(source, sample, 0, sample.samples, seed=1))
+                forms = self._forms_of(name, run, parts, partial(self._runs, source, sample, 0, sample.samples))
                 if not run.is_stated:
                     self._found[name] = forms
                 else:
@@ -538,15 +541,38 @@ class TrialLosses:
             elif name not in self.weights.forms:  # otherwise it may result from the training itself
                 raise not_finite({name: run.value})
 
+    def _look_for_state(self, source: _Pass, whole: Mapping[str, Run], sample: Window) -> None:
+        """Warn of attributes that passes move, if they make a difference: not of an attention kept to be looked at."""
+        names = self.mark.moved_attributes() if self.tells_of_state else []
+        if whole and names and self._depends_on_state(source, whole, sample, with_buffers=False):
+            self.weights.warn_of_state(names)
+
+    def _depends_on_state(
+        self, source: _Pass, whole: Mapping[str, Run], sample: Window, *, with_buffers: bool = True
+    ) -> bool:
+        """Whether a pass gives other losses after another one than before it, for the same samples."""
+
+        def again(**restored: bool) -> bool:
+            found = self._runs(source, sample, 0, sample.samples, **restored)
+            return any(name in found and _differ(run, found[name], self.tolerance) for name, run in whole.items())
+
+        # As random numbers that are not seeded make every time.
+        return again(with_attributes=False, with_buffers=not with_buffers) and not again()
+
     def _forms_of(
-        self, name: str, run: Run, parts: Sequence[Run], again: Callable[[], Mapping[str, Run]]
+        self, name: str, run: Run, parts: Sequence[Run], again: Callable[..., Mapping[str, Run]]
     ) -> list[TermForm]:
-        """Return how the terms of a loss are put together; `again` runs all samples with other random numbers."""
+        """Return how the terms of a loss are put together; `again` runs all samples."""
         forms = forms_of(run, parts, None, self.tolerance)
         if any(form.form is Form.UNCONFIRMED for form in forms):
-            forms = forms_of(run, parts, again().get(name), self.tolerance)
+            forms = forms_of(run, parts, again(seed=1).get(name), self.tolerance)
             each = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts)
-            self.weights.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them)"
+            state = ""
+            if any(form.form is Form.UNCONFIRMED for form in forms):
+                moved, same = again(with_buffers=False).get(name, run), again().get(name, run)
+                if _differ(run, moved, self.tolerance) and not _differ(run, same, self.tolerance):
+                    state = f"; called again for all, it is {moved.value:.4g}: it depends on state that forward() moves"
+            self.weights.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them{state})"
             if known := self._without_parts(name, run, parts):
                 return known
         self._divided_by_1.discard(name)
@@ -601,8 +627,9 @@ class TrialLosses:
             (form,) = forms_of(whole_run, parts, None, self.tolerance)
             if not self.weights.is_as_stated(name, form):
                 again = self._runs(source, sample, 0, sample.samples, seed=1)
-                if not _differ(whole_run, again[name].as_one(), self.tolerance):  # otherwise it is random
-                    self.weights.warn_of_compared_samples()
+                if _differ(whole_run, again[name].as_one(), self.tolerance):
+                    continue  # it is random
+                self.weights.warn_of_compared_samples(by_state=self._depends_on_state(source, whole, sample))
 
     def _confirm_stated(self, name: str, runs: Sequence[Run], form: TermForm) -> None:
         """Reject a pair or a vector that is not what it says."""
@@ -712,9 +739,30 @@ class TrialLosses:
                 "loss_reduction='mean' or 'sum' leaves this check out"
             ) from error
 
-    def _runs(self, source: _Pass, sample: Window, start: int, stop: int, seed: int = 0) -> dict[str, Run]:
-        """Run samples `start` to `stop` (exclusive); return their losses by name."""
-        self.mark.restore()
+    def _runs(
+        self,
+        source: _Pass,
+        sample: Window,
+        start: int,
+        stop: int,
+        seed: int = 0,
+        *,
+        with_buffers: bool = True,
+        with_attributes: bool = True,
+    ) -> dict[str, Run]:
+        """Run samples `start` to `stop` (exclusive); return their losses by name.
+
+        Args:
+            source: The pass.
+            sample: The samples.
+            start: The first.
+            stop: The one after the last.
+            seed: Of the random numbers.
+            with_buffers: Whether to begin with the state of before, and not as the last pass has left it.
+            with_attributes: Whether that includes plain attributes.
+        """
+        if with_buffers:
+            self.mark.restore(with_attributes=with_attributes)
         self.mark.random.seed(seed)
         cut, samples = sample.cut(start, stop), stop - start
         terms = [one for one in self._terms(source, cut, samples) if one.value.requires_grad and not one.is_reported]

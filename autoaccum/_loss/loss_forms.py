@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _MOST_DIVISORS = 3
 # The relative difference of shares that single precision may cause.
 _SAME_SHARE = 1e-5
+# State named in a warning.
+_NAMED = 5
 # So many windows in a row are checked where a check does not confirm every loss; then those that are due.
 _MOST_INCOMPLETE = 4
 
@@ -69,6 +71,7 @@ class LossForms:
         self.counted: Mapping[Count, float] | None = None
         self.warnings: list[str] = []
         self.tried: dict[str, str] = {}
+        self._moving: set[str] = set()  # state that was warned of
         self._owes_warning = False
         self._incomplete = 0  # checks in a row that have not confirmed every loss
 
@@ -168,13 +171,33 @@ class LossForms:
         meant = self.forms[name][0].form
         return found.form in (meant, Form.CONSTANT if meant is Form.MEAN else meant)
 
-    def warn_of_compared_samples(self) -> None:
-        """Warn of a model that compares samples, under a loss of torch."""
+    def warn_of_compared_samples(self, *, by_state: bool) -> None:
+        """Warn of a model that compares samples, or moves `by_state` that it reads, under a loss of torch."""
+        if by_state:
+            self.warn(
+                "the model's outputs depend on state that forward() carries from call to call (a running mean, a "
+                "hidden state, a queue), which moves once for each micro-batch, so the gradient is not that of the "
+                "whole batch; move it once an optimizer step, from a callback's on_step (docs/losses.md)"
+            )
+            return
         self.warn(
             "the model's outputs for a sample depend on the others of its micro-batch, as x - x.mean(0) in forward() "
             "makes them, so the gradient is not that of the whole batch (torch's BatchNorm modules are left out of "
             "this check)"
         )
+
+    def warn_of_state(self, names: Iterable[str]) -> None:
+        """Warn of state that forward passes move; once of each name."""
+        new = sorted(set(names) - self._moving)
+        self._moving |= set(new)
+        if new:
+            listed = ", ".join(new[:_NAMED]) + (f" and {len(new) - _NAMED} more" if len(new) > _NAMED else "")
+            self.warn(
+                f"forward() moves {listed}: once for each micro-batch, not once an optimizer step, and later "
+                "micro-batches meet other values than the first. For the whole batch's gradient, collect in a buffer "
+                "in forward() what moves them, and move them once an optimizer step, from a callback's on_step "
+                "(docs/losses.md)"
+            )
 
     def learn(
         self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True, is_complete: bool = True

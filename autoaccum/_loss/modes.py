@@ -28,11 +28,14 @@ class Mark(Protocol):
 
     random: RandomState
 
-    def take(self, *, with_numbers: bool = False) -> None:
-        """Save the state, also numbers, flags and texts that modules have as plain attributes if asked to."""
+    def take(self, *, with_attributes: bool = False) -> None:
+        """Save the state, also what modules keep as plain attributes if asked to."""
 
-    def restore(self) -> None:
-        """Restore it."""
+    def restore(self, *, with_attributes: bool = True) -> None:
+        """Restore it, also plain attributes if they were saved."""
+
+    def moved_attributes(self) -> list[str]:
+        """Return the names of plain attributes that have moved since."""
 
 
 @contextmanager

@@ -245,7 +245,8 @@ class Objective:
         # In half precision, PyTorch's own convolutions are far slower.
         kernels = without_onednn() if is_in_full else nullcontext()
         trial = TrialLosses(passes, weights, place, mark, autocast, casts=casts, parameters=parameters)
-        mark.take(with_numbers=True)
+        trial.tells_of_state = any(module.training for module in modules)
+        mark.take(with_attributes=True)
         try:
             with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules):
                 forms = trial.forms(window, min(most, at_most), larger)

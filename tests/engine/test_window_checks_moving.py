@@ -1,6 +1,7 @@
 """Layers that move in every forward pass are named once; the remedies of docs/losses.md are exact."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.utils import spectral_norm
 
 import autoaccum
-from helpers import logged
+from autoaccum.errors import InvalidInputError, LossWarning
 
 WIDTH = 4
 
@@ -19,19 +20,21 @@ def a_batch(samples=12):
     return torch.randn(samples, WIDTH, generator=generator).double(), torch.zeros(samples, WIDTH).double()
 
 
-def said_of(*layers, sizes=3, windows=3, **options):
-    with logged() as lines:
+def warned_of(model, *, sizes=3, windows=3, **options):
+    """What is warned of, in Python and in the reports, which say the same."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossWarning)
         runner = autoaccum.Runner(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers).double(),
-            None,
-            autoaccum.plan(12, 12 // sizes),
-            device="cpu",
-            precision="fp32",
-            **options,
+            model.double(), None, autoaccum.plan(12, 12 // sizes), device="cpu", precision="fp32", **options
         )
-        for _ in range(windows):
-            runner.step(a_batch())
-    return [line for line in lines if "docs/losses.md" in line and not line.startswith("BatchNorm:")]
+        reported = [text for _ in range(windows) for text in runner.step(a_batch()).warnings]
+    assert [str(one.message) for one in caught] == [f"autoaccum: {text}" for text in reported]
+    return reported
+
+
+def said_of(*layers, **options):
+    said = warned_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers), **options)
+    return [text for text in said if text.startswith("forward() moves")]
 
 
 class Moco(nn.Module):
@@ -95,13 +98,12 @@ class Counted(nn.Module):
     ],
     ids=["codebook", "momentum encoder and queue", "spectral norm"],
 )
-@pytest.mark.filterwarnings("ignore:autoaccum. the model.s outputs for a sample depend on the others")
 @pytest.mark.parametrize("options", [{}, {"loss": nn.MSELoss(), "loss_scope": "window"}], ids=["usual", "window loss"])
 def test_what_forward_moves_is_named_once(layer, names, options):
     (text,) = said_of(layer(), **options)
 
-    moved = re.match(r"forward\(\) moves (.*?): once for each micro-batch, 3 times in this optimizer step", text)
-    assert sorted(moved[1].split(", ")) == names
+    moved = re.match(r"forward\(\) moves (.*?): once for each micro-batch, not once an optimizer step", text)
+    assert moved[1].split(", ") == names
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,154 @@ def test_what_forward_moves_is_named_once(layer, names, options):
 )
 def test_what_stays_the_same_or_is_meant_to_move_is_not_spoken_of(layer):
     assert said_of(layer) == []
+
+
+class Carries(nn.Module):
+    """Subtracts what it keeps of earlier calls: in a buffer, a tensor, a list or a number that is no buffer."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        if kind == "buffer":
+            self.register_buffer("kept", torch.zeros(WIDTH))
+        else:
+            self.kept = {"tensor": torch.zeros(WIDTH), "in place": torch.zeros(WIDTH), "list": [], "number": 0.0}[kind]
+
+    def forward(self, inputs):
+        outputs = self.layer(inputs)
+        mean = outputs.detach().mean(0)
+        if self.kind == "list":
+            centred = outputs - sum(self.kept)
+            self.kept.append(0.1 * mean)
+        else:
+            centred = outputs - self.kept
+            if self.kind == "in place":
+                self.kept.mul_(0.9).add_(mean, alpha=0.1)
+            else:
+                self.kept = 0.9 * self.kept + 0.1 * (float(mean.sum()) if self.kind == "number" else mean)
+        return centred
+
+
+KINDS = ["buffer", "tensor", "in place", "list", "number"]
+
+
+class Hidden(nn.Module):
+    """Goes on from the state of the last call, if that had as many samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.state = nn.GRU(1, WIDTH, batch_first=True), None
+
+    def forward(self, inputs):
+        state = self.state if self.state is not None and self.state.shape[1] == len(inputs) else None
+        outputs, state = self.layer(inputs[:, :, None], state)
+        self.state = state.detach()
+        return outputs[:, -1]
+
+
+@pytest.mark.parametrize("loss", [None, lambda outputs, targets: (outputs - targets).square().mean()])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_a_model_carries_from_call_to_call_is_named_and_is_no_comparison_of_samples(kind, loss):
+    (text,) = warned_of(Carries(kind), loss=loss)
+
+    assert text.startswith("forward() moves kept: once for each micro-batch")
+
+
+def test_hidden_state_that_is_carried_is_told_as_that():
+    first, *others = warned_of(Hidden(), windows=9)
+
+    assert first.startswith("forward() moves state: once for each micro-batch")
+    assert all(text.startswith("the model's outputs depend on state that forward() carries") for text in others)
+
+
+def test_comparison_of_samples_by_way_of_state_is_told_as_state_with_any_loss():
+    first, second = warned_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Codebook()))
+
+    assert first.startswith("the model's outputs depend on state that forward() carries")
+    assert second.startswith("forward() moves 1.embed_avg")
+    with pytest.raises(
+        InvalidInputError, match=r"called again for all, it is .*: it depends on state that forward\(\)"
+    ):
+        warned_of(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), Codebook()),
+            loss=lambda outputs, targets: (outputs - targets).square().mean(),
+        )
+
+
+def test_model_that_compares_samples_is_told_as_that_whatever_it_counts():
+    class Centres(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            self.last = super().forward(inputs)
+            return self.last - self.last.mean(0)
+
+    (text,) = warned_of(Centres(WIDTH, WIDTH))
+
+    assert text.startswith("the model's outputs for a sample depend on the others of its micro-batch")
+
+
+def test_what_is_kept_to_be_looked_at_and_never_read_is_not_spoken_of():
+    class Kept(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.all, self.by_name = [], {}
+
+        def forward(self, inputs):
+            self.last = super().forward(inputs)
+            self.all.append(self.last.detach())
+            self.by_name["last"] = self.last
+            return self.last
+
+    assert warned_of(Kept(WIDTH, WIDTH)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checks_leave_what_a_model_keeps_as_attributes_as_it_was(kind):
+    torch.manual_seed(0)
+    checked = Carries(kind)
+    torch.manual_seed(0)
+    stated = Carries(kind)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LossWarning)
+        for model, options in ((checked, {}), (stated, {"loss_reduction": "mean"})):
+            warned_of(model, **options)
+
+    assert repr(checked.kept) == repr(stated.kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_window_of_one_micro_batch_is_not_spoken_of(kind):
+    assert warned_of(Carries(kind), sizes=1) == []
+
+
+class Centred(nn.Module):
+    """A loss that moves a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def forward(self, outputs, targets):
+        value = (outputs - targets + self.center).square().mean()
+        self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+        return value
+
+
+def test_loss_that_moves_is_warned_of_by_fit_and_accumulator_alike():
+    with pytest.warns(LossWarning, match=r"forward\(\) moves center"):
+        result = autoaccum.fit(
+            nn.Linear(WIDTH, WIDTH).double(), [a_batch()], 12, loss=Centred(), micro_batch=4, progress=False,
+            device="cpu",
+        )  # fmt: skip
+    accumulator = autoaccum.Accumulator(
+        nn.Linear(WIDTH, WIDTH).double(), plan=autoaccum.plan(12, 4), loss=Centred(), device="cpu"
+    )
+    with pytest.warns(LossWarning, match=r"forward\(\) moves center"):
+        report = accumulator.backward(a_batch())
+
+    (text,) = result.warnings
+    assert text.startswith("forward() moves center")
+    assert report.warnings == (text,)
