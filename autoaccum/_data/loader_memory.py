@@ -1,22 +1,26 @@
-"""What a loader and its parts keep from epoch to epoch: random generators and numbers that they hold.
+"""What a loader and its parts keep from epoch to epoch: random generators, numbers, and the order of lists and arrays.
 
 Looked into are the loader, its samplers, its dataset and its collator, and the objects that these hold, also in short
-lists, closures and partial functions. Of longer lists and arrays, only a new order of the same items is seen.
+lists, closures and partial functions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import operator
+import zlib
 from collections import deque
+from itertools import chain
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from autoaccum._data.fingerprint import fingerprint
 from autoaccum._data.random_state import is_generator, set_states, states_of
 from autoaccum.errors import CheckpointError
 
@@ -34,31 +38,39 @@ _CLOSED_PACKAGES = {"multiprocessing", "threading", "queue", "logging"}
 _IN_PROGRESS = {"_iterator", "next_iter_state", "_initial_iter_for_state_dict", "_IterableDataset_len_called"}
 # Parts of a DataLoader that have no say in the order of its samples.
 _OF_DATA = {"dataset", "collate_fn", "worker_init_fn"}
+# Under which an order has the places that items had first.
+_PLACES = "places"
 
 
 class LoaderMemory:
-    """The generators and numbers of a loader, by the paths that lead to them ("batch_sampler.rng").
+    """The generators, numbers and orders of a loader, by the paths that lead to them ("batch_sampler.rng").
 
     Args:
         loader: Any loader; one that deals out another to ranks has that one as `whole_loader`.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = getattr(loader, "whole_loader", loader)
-        self._first, self._orders = self.take(), []
-        for path, _, _, value in [("the list", None, None, self._loader), *_held_by(self._loader)]:
-            if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim == 1):
-                if len(value) <= _MOST_ORDERED:
-                    self._orders.append((path, value, value.copy()))
+        # The key stands for a list of batches, which is no part of anything.
+        self._held = {"batches": getattr(loader, "whole_loader", loader)}
+        self._items = {path: value.copy() for path, _, _, value in self._walk() if _has_order(value)}
+        self._first = self.take()
         self._moving: set[str] = set()  # numbers that have ever changed; the others are settings
 
+    def _walk(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        loader = self._held["batches"]
+        return chain([("batches", self._held, "batches", loader)], _held_by(loader))
+
     def take(self) -> dict[str, Any]:
-        """Return the states of all generators and the values of all numbers, which are never modified."""
-        return {
-            path: value if _is_number(value) else states_of([value])[0]
-            for path, _, _, value in _held_by(self._loader)
-            if _is_number(value) or is_generator(value)
-        }
+        """Return all numbers, the states of generators, and orders that have changed; they are never modified."""
+        taken = {}
+        for path, _, _, value in self._walk():
+            if _is_number(value):
+                taken[path] = value
+            elif is_generator(value):
+                taken[path] = states_of([value])[0]
+            elif path in self._items and (order := _order_of(value, self._items[path])) is not None:
+                taken[path] = order
+        return taken
 
     def take_what_moves(self) -> dict[str, Any]:
         """Return what `take` does, without numbers that have not changed since this object was made."""
@@ -68,42 +80,47 @@ class LoaderMemory:
                 self._moving.add(path)
         return {path: value for path, value in taken.items() if not _is_number(value) or path in self._moving}
 
-    def changed(self) -> tuple[str, ...]:
-        """Return what has changed that cannot be restored elsewhere: lists in another order, and later generators."""
-        reordered = [path for path, value, before in self._orders if _is_reordered(value, before)]
-        later = [path for path, _, _, value in _held_by(self._loader) if is_generator(value)]
-        return (*reordered, *(path for path in later if path not in self._first))
+    def later(self) -> tuple[str, ...]:
+        """Return the generators that were not there when this object was made."""
+        generators = [path for path, _, _, value in self._walk() if is_generator(value)]
+        return tuple(path for path in generators if path not in self._first)
 
     def put_back(self, taken: Mapping[str, Any]) -> list[str]:
         """Restore what was taken, here or in another process; return the paths of what could not be."""
-        here = {path: (owner, key, value) for path, owner, key, value in _held_by(self._loader)}
-        lost = []
-        for path, kept in taken.items():
-            owner, key, value = here.get(path, (None, None, None))
-            if not _is_number(kept) and is_generator(value):
+        restored = set()
+        for path, _, _, value in list(self._walk()):  # orders first: they say what the paths in a list lead to
+            first: Any = self._items.get(path, ())
+            kept: Any = taken.get(path)
+            if kept is None and _order_of(value, first) is not None:
+                value[:] = first
+            elif _is_order(kept, first) and len(value) == len(first):
+                value[:] = _ordered(first, kept)
+                restored.add(path)
+        for path, owner, key, value in list(self._walk()):
+            kept = taken.get(path)
+            if is_generator(value) and kept is not None and not _is_number(kept):
                 set_states([value], [kept])
-            elif _is_number(kept) and _is_number(value) and not isinstance(owner, tuple | CellType):
+                restored.add(path)
+            elif _is_number(value) and _is_number(kept) and not isinstance(owner, tuple | CellType):
                 self._moving.add(path)
-                if value != kept:
-                    _set(owner, key, kept)
-            else:
-                lost.append(path)
-        return lost
+                _set(owner, key, kept)
+                restored.add(path)
+        return sorted(taken.keys() - restored)
 
-    def check(self, taken: Mapping[str, Any], changed: tuple[str, ...]) -> list[str]:
-        """Return which generators of the data are here, and were not where `taken` and `changed` are from.
+    def check(self, taken: Mapping[str, Any], later: tuple[str, ...]) -> list[str]:
+        """Return which generators of the data are here, and were not where `taken` and `later` are from.
 
         Raises:
             CheckpointError: The loader or its samplers have other generators.
         """
-        sides = [{path for path, value in side.items() if not _is_number(value)} for side in (taken, self._first)]
-        there, here = sides[0].difference(changed), sides[1]
-        of_order = [sorted(filter(_is_of_order, side)) for side in (there, here)]
-        if of_order[0] != of_order[1]:
-            told = [f" ({', '.join(paths)})" if paths else "" for paths in of_order]
+        sides = [{path for path, value in side.items() if _is_state(value)} for side in (taken, self._first)]
+        there, here = sides[0].difference(later), sides[1]
+        of_orders = [sorted(filter(_is_of_order, side)) for side in (there, here)]
+        if of_orders[0] != of_orders[1]:
+            told = [f" ({', '.join(paths)})" if paths else "" for paths in of_orders]
             raise CheckpointError(
-                f"the checkpoint was made with a loader that has {len(of_order[0])} random generators of its "
-                f"own{told[0]}, and this one has {len(of_order[1])}{told[1]}; pass the same loader"
+                f"the checkpoint was made with a loader that has {len(of_orders[0])} random generators of its "
+                f"own{told[0]}, and this one has {len(of_orders[1])}{told[1]}; pass the same loader"
             )
         return sorted(here - there)
 
@@ -114,12 +131,18 @@ def of_order(taken: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_of_order(path: str) -> bool:
-    return path.split(".")[0] not in _OF_DATA
+    return path.partition(".")[0] not in _OF_DATA
 
 
 def generators_of(loader: Any) -> list[Any]:
     """Return the generators of a loader and its parts."""
     return [value for *_, value in _held_by(getattr(loader, "whole_loader", loader)) if is_generator(value)]
+
+
+def data_loaders_in(loader: Any) -> list[DataLoader[Any]]:
+    """Return the DataLoaders among a loader and its parts."""
+    held = [loader, *(value for *_, value in _held_by(loader))]
+    return list({id(one): one for one in held if isinstance(one, DataLoader)}.values())
 
 
 def _held_by(loader: Any) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -142,24 +165,26 @@ def _held_by(loader: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _members(owner: Any) -> list[tuple[Any, Any]]:
+    """Return what an object holds, by key, index or name."""
+    found: dict[Any, Any] = {}
     if isinstance(owner, dict):
-        return list(owner.items())
-    if isinstance(owner, list | tuple):
-        return list(enumerate(owner))
-    if isinstance(owner, functools.partial):
-        return [("func", owner.func), ("args", owner.args), ("keywords", owner.keywords)]
-    if isinstance(owner, MethodType):
-        return [("self", owner.__self__)]
-    if isinstance(owner, FunctionType):
-        return list(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
-    if isinstance(owner, CellType):
-        try:
-            return [("value", owner.cell_contents)]
-        except ValueError:  # it is empty
-            return []
-    slots = (name for kind in type(owner).__mro__ for name in _names_in(getattr(kind, "__slots__", ())))
-    found = {name: getattr(owner, name) for name in slots if hasattr(owner, name)} | getattr(owner, "__dict__", {})
-    return [(name, value) for name, value in found.items() if name not in _IN_PROGRESS]
+        found = owner
+    elif isinstance(owner, list | tuple):
+        found = dict(enumerate(owner))
+    elif isinstance(owner, functools.partial):
+        found = {"func": owner.func, "args": owner.args, "keywords": owner.keywords}
+    elif isinstance(owner, MethodType):
+        found = {"self": owner.__self__}
+    elif isinstance(owner, FunctionType):
+        found = dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
+    elif isinstance(owner, CellType):
+        with contextlib.suppress(ValueError):  # it is empty
+            found = {"value": owner.cell_contents}
+    else:
+        slots = (name for kind in type(owner).__mro__ for name in _names_in(getattr(kind, "__slots__", ())))
+        found = {name: getattr(owner, name) for name in slots if hasattr(owner, name)} | getattr(owner, "__dict__", {})
+        found = {name: value for name, value in found.items() if name not in _IN_PROGRESS}
+    return list(found.items())
 
 
 def _names_in(slots: Any) -> tuple[str, ...]:
@@ -191,12 +216,55 @@ def _set(owner: Any, key: Any, value: float) -> None:
         object.__setattr__(owner, key, value)  # a DataLoader refuses some
 
 
-def _is_reordered(now: Any, before: Any) -> bool:
-    """Whether a list or an array holds what it held before, in another order."""
-    if len(now) != len(before):
-        return False
-    if isinstance(now, np.ndarray):
-        return not np.array_equal(now, before) and np.array_equal(np.sort(now), np.sort(before))
-    if all(map(operator.is_, now, before)):
-        return False
-    return sorted(map(id, now)) == sorted(map(id, before))
+def _is_state(value: Any) -> bool:
+    """Whether what was taken is the state of a generator."""
+    return not _is_number(value) and not (isinstance(value, dict) and _PLACES in value)
+
+
+# --- the order of lists and arrays ------------------------------------------------------------------------------------
+
+
+def _has_order(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "iufUS" and len(value) <= _MOST_ORDERED
+    return type(value) is list and len(value) <= _MOST_ORDERED
+
+
+def _order_of(now: Any, first: Any) -> dict[str, Any] | None:
+    """Return in which order items are that were in another one first; None if they are not, or are others."""
+    if type(now) is not type(first) or len(now) != len(first) or not len(first):
+        return None
+    keys, before = map(_keys_of, (now, first))
+    if np.array_equal(keys, before):
+        return None
+    sorting, sorting_before = np.argsort(keys, kind="stable"), np.argsort(before, kind="stable")
+    if not np.array_equal(keys[sorting], before[sorting_before]):
+        return None
+    places = np.empty(len(first), np.int32)
+    places[sorting] = sorting_before
+    return {_PLACES: places, "first": _checksum(first), "now": _checksum(now)}
+
+
+def _keys_of(items: Any) -> Any:
+    return items if isinstance(items, np.ndarray) else np.fromiter(map(id, items), np.int64, len(items))
+
+
+def _is_order(kept: Any, first: Any) -> bool:
+    """Whether an order was taken of the same items, which are here as they were first there, or as they were then."""
+    is_order = isinstance(kept, dict) and _PLACES in kept and len(kept[_PLACES]) == len(first)
+    return is_order and _checksum(first) in (kept["first"], kept["now"])
+
+
+def _ordered(first: Any, order: dict[str, Any]) -> Any:
+    if _checksum(first) == order["now"]:  # the loader is one that has trained in this process
+        return first
+    places = order[_PLACES]
+    return first[places] if isinstance(first, np.ndarray) else [first[place] for place in places.tolist()]
+
+
+def _checksum(items: Any) -> int:
+    if isinstance(items, np.ndarray):
+        return zlib.crc32(items.tobytes())
+    if not all(type(item) in (int, str) for item in items):  # whose own representation is faster
+        items = list(map(fingerprint, items))
+    return zlib.crc32(repr(items).encode())

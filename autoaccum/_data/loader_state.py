@@ -18,8 +18,9 @@ from weakref import WeakSet
 
 from autoaccum._data.batches import count
 from autoaccum._data.fingerprint import fingerprint
-from autoaccum._data.loader_memory import LoaderMemory
-from autoaccum._data.loaders import is_kept_by_its_state, may_move_in_workers, samplers_of
+from autoaccum._data.loader_memory import LoaderMemory, data_loaders_in
+from autoaccum._data.loaders import can_be_read_once, is_kept_by_its_state, samplers_of
+from autoaccum._data.worker_probe import may_move_in_workers
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import CheckpointError
 
@@ -53,9 +54,10 @@ class Position:
         start: The random state before the epoch's iterator was created; None before the epoch starts.
         before_last: The random state before the last batch was drawn.
         last: The fingerprint of the last batch.
-        memory: Generators and numbers of the loader before the epoch's iterator was created.
-        changed: What had changed in the loader by then that `memory` does not hold.
-        loader_state: The `state_dict` of a loader that is to come back by it, after `state_at` batches; else None.
+        memory: What the loader's parts kept before the epoch's iterator was created.
+        later: The generators in it that were not there when the training began.
+        loader_state: The `state_dict` of a loader that is to come back by it, else None.
+        state_at: After how many batches of the epoch that was; -1 if at the end of the epoch before.
         length: `len` of the loader; None if it has none.
         batch_size: `batch_size` of the loader; None if it has none.
         samples: `len` of its dataset; None if it has none.
@@ -69,9 +71,9 @@ class Position:
     before_last: RandomStates | None = None
     last: int | None = None
     memory: dict[str, Any] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
     loader_state: Any = None
-    state_at: int = 0
+    state_at: int = -1
     length: int | None = None
     batch_size: int | None = None
     samples: int | None = None
@@ -98,7 +100,8 @@ class Track:
         self._random: Any = random  # None where no position is asked for
         self._has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._keeps_state = self._has_state and random is not None
-        self._memory = LoaderMemory(loader if random is not None else None)
+        watched = None if random is None else getattr(loader, "whole_loader", loader)
+        self._memory, self._data_loaders = LoaderMemory(watched), data_loaders_in(watched)
         self.differences: list[str] = []
         self._at = Position(closed=False)  # what all positions of an epoch have in common
         if random is not None:
@@ -143,8 +146,8 @@ class Track:
             if callable(getattr(sampler, "set_epoch", None)):  # a DistributedSampler's, which counts from 0
                 sampler.set_epoch(epoch - 1)
         if self._random is not None:
-            memory, changed = self._memory.take_what_moves(), self._memory.changed()
-            self._at = replace(self._at, start=self._random.take(), memory=memory, changed=changed)
+            memory, later = self._memory.take_what_moves(), self._memory.later()
+            self._at = replace(self._at, start=self._random.take(), memory=memory, later=later)
         self._batches = iter(self._loader)
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
@@ -153,7 +156,9 @@ class Track:
         state = self._loader_state()
         if self._keeps_state and not is_kept_by_its_state(self._loader, state):
             self._keeps_state, state = False, None
-        self._states = [(0, state)]
+        # That of the end before stands for the beginning: what a sampler says after its first epoch and before its next
+        # batch may be of either.
+        self._states = [(0, state) if self._state_at_end is None else (-1, self._state_at_end)]
         return self
 
     def close(self) -> None:
@@ -180,8 +185,8 @@ class Track:
 
     def at_start(self, epoch: int) -> Position:
         """Return the position before an epoch, with the previous one complete."""
-        memory, changed = self._memory.take_what_moves(), self._memory.changed()
-        return Position(epoch, memory=memory, changed=changed, loader_state=self._state_at_end)
+        memory, later = self._memory.take_what_moves(), self._memory.later()
+        return Position(epoch, memory=memory, later=later, loader_state=self._state_at_end)
 
     def go_to(self, position: Position) -> Self:
         """Return to `position`, and return the epoch's remaining batches.
@@ -195,100 +200,122 @@ class Track:
         """
         self._check_that_nothing_is_lost(position)
         self.close()
-        new = self._memory.check(position.memory, position.changed)
+        new = self._memory.check(position.memory, position.later)
         self.differences = [f"{_listed(new)} of the loader cannot be restored from this checkpoint"] if new else []
+        self._state_at_end = position.loader_state if position.state_at < 0 else None
+        stand = any(getattr(one, "_iterator", None) is not None for one in self._data_loaders)
         if position.start is None:
-            self._go_to_start(position)
+            was_loaded, is_same = self._go_to_start(position), True
         else:
             self._check_that_it_is_the_same(position)
-            self._go_into(position)
+            was_loaded = self._go_into(position)
+            is_same = self._last == position.last
+        self._tell_what_differs(position, is_same=is_same, was_loaded=was_loaded, stand=stand and not was_loaded)
         return self
 
-    def _go_to_start(self, position: Position) -> None:
-        """Return to the start of an epoch that has not begun."""
-        loader = getattr(self._loader, "whole_loader", self._loader)
-        stayed = getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is None
-        if position.epoch > 1 and stayed and may_move_in_workers(loader):
-            self.differences.append(
-                "if the dataset draws random numbers or counts in its workers, the batches differ from those of an "
-                "uninterrupted run, since workers that stay (persistent_workers=True) begin anew"
-            )
+    def _go_to_start(self, position: Position) -> bool:
+        """Return to the start of an epoch that has not begun; return whether the loader was given its state."""
         # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn random
         # numbers for an epoch that turns out to be finished.
-        if not self._load(position, lambda: iter(self._loader)):
+        if was_loaded := self._comes_by_its_state(position):
+            self._load(position, lambda: iter(self._loader))
+        else:
             self._start_workers_that_stay(position.epoch)
         self._put_back_memory(position)
+        return was_loaded
 
-    def _go_into(self, position: Position) -> None:
-        """Return to a place within an epoch, and draw the last batch again, or all up to it."""
-        self._random.put_back(position.start)
-        self._put_back_memory(position)
-        if was_loaded := self._load(position, lambda: self.begin(position.epoch)):  # some apply the state here
+    def _go_into(self, position: Position) -> bool:
+        """Draw the last batch of an epoch again, and those before it unless the loader is given its state."""
+        was_loaded = position.state_at >= 0 and self._comes_by_its_state(position)
+        if was_loaded:
+            self._put_back_memory(position)
+            self._random.put_back(position.start)
+            self._load(position, lambda: self.begin(position.epoch))
             self._drawn = position.state_at
             self._states = [(self._drawn, self._states[0][1])]
         else:
-            self._start_workers_that_stay(position.epoch)
+            self._go_to_start(position)
+            self._random.put_back(position.start)
             self.begin(position.epoch)
-        self._at = replace(self._at, start=position.start, memory=position.memory, changed=position.changed)
+        self._at = replace(self._at, start=position.start, memory=position.memory, later=position.later)
         while self._drawn < position.batches - 1:
             self._draw_again(position)
-        if not position.batches:
-            return
-        self._random.put_back(position.before_last)
-        batch = self._draw_again(position)
-        if self._last != position.last:
-            self._tell_of_another_batch(position, was_loaded=was_loaded)
-        if position.whole == position.batches:
-            return
-        if (samples := count(batch, self._split)) <= position.used:
-            raise CheckpointError(
-                f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
-                f"{position.epoch}, but now that batch holds {samples}; {_SAME}"
-            )
-        self._begun.append(batch)
+        if position.batches:
+            self._random.put_back(position.before_last)
+            batch = self._draw_again(position)
+            if position.whole < position.batches:
+                self._begun.append(batch)
+                if (samples := count(batch, self._split)) <= position.used:
+                    raise CheckpointError(
+                        f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
+                        f"{position.epoch}, but now that batch holds {samples}; {_SAME}"
+                    )
+        return was_loaded
 
-    def _tell_of_another_batch(self, position: Position, *, was_loaded: bool) -> None:
-        loader = getattr(self._loader, "whole_loader", self._loader)
-        stay = position.epoch > 1 and getattr(loader, "persistent_workers", False)
-        if getattr(loader, "num_workers", 0) and (was_loaded or stay):
-            why = "the random numbers of its workers begin anew, with " + (
-                "persistent_workers=True" if stay else f"{type(loader).__name__}; those of a DataLoader do not"
-            )
-        else:
-            why = "it draws from something that none of its parts holds, or its data has changed"
-        self.differences.append(
-            f"batch {position.batches} of epoch {position.epoch} is not the same as before the interruption, and the "
-            f"batches after it may differ from an uninterrupted run too: {why}"
-        )
+    def _comes_by_its_state(self, position: Position) -> bool:
+        return self._has_state and position.loader_state is not None
+
+    def _load(self, position: Position, begin: Callable[[], object]) -> None:
+        """Give the loader its state, which some apply when they begin."""
+        with _refusals_explained(self._loader):
+            self._loader.load_state_dict(copy.deepcopy(position.loader_state))
+            begin()
+
+    def _start_workers_that_stay(self, epoch: int) -> None:
+        """Start persistent workers without using random numbers, as an earlier epoch has started them."""
+        if epoch == 1 or hasattr(self._loader, "whole_loader"):  # such a loader leaves random numbers to the whole one
+            return
+        random, memory = self._random.take(), self._memory.take()
+        for loader in self._data_loaders:
+            if loader.persistent_workers and loader._iterator is None:
+                iter(loader)
+        self._random.put_back(random)
+        self._memory.put_back(memory)
 
     def _put_back_memory(self, position: Position) -> None:
         with _refusals_explained(self._loader):
             lost = self._memory.put_back(position.memory)
-        if names := [*lost, *(name for name in position.changed if name not in position.memory)]:
+        if lost:
             self.differences.append(
-                f"{_listed(names)} of the loader, which changed during the training, cannot be restored; generators "
-                "and numbers that are there from the beginning can"
+                f"{_listed(lost)} of the loader, which changed during the training, cannot be restored; generators and "
+                "numbers that are there from the beginning can"
             )
 
-    def _load(self, position: Position, begin: Callable[[], object]) -> bool:
-        """Give the loader its state and begin, if it is to come back by that; return whether it is."""
-        if not self._has_state or position.loader_state is None:
-            return False
-        with _refusals_explained(self._loader):
-            self._loader.load_state_dict(copy.deepcopy(position.loader_state))
-            begin()
-        return True
+    def _tell_what_differs(self, position: Position, *, is_same: bool, was_loaded: bool, stand: bool) -> None:
+        """Say what a return to a position cannot restore.
 
-    def _start_workers_that_stay(self, epoch: int) -> None:
-        """Start persistent workers without using random numbers, as an earlier epoch has started them."""
-        loader = self._loader
-        if epoch == 1 or not getattr(loader, "persistent_workers", False):
-            return
-        if getattr(loader, "_iterator", loader) is None:
-            random, memory = self._random.take(), self._memory.take()
-            iter(loader)
-            self._random.put_back(random)
-            self._memory.put_back(memory)
+        Args:
+            position: The position.
+            is_same: Whether the last batch is as it was before.
+            was_loaded: Whether the loader was given its state.
+            stand: Whether workers of this process went on.
+        """
+        has_begun, is_later = position.start is not None, position.epoch > 1
+        # What workers do is exact where all batches of new ones are drawn again.
+        anew = [one for one in self._data_loaders if one.num_workers]
+        if not (has_begun and was_loaded):
+            anew = [one for one in anew if one.persistent_workers and (has_begun if stand else is_later)]
+        cause = "persistent_workers=True" if anew and anew[0].persistent_workers else type(self._loader).__name__
+        if not is_same:
+            why = (
+                f"its workers begin anew ({cause})"
+                if anew
+                else "it draws from what none of its parts holds, or its data changed"
+            )
+            self.differences.append(
+                f"batch {position.batches} of epoch {position.epoch} is not the one before the interruption, and later "
+                f"ones may differ from an uninterrupted run too: {why}"
+            )
+        elif any(map(may_move_in_workers, anew)):
+            self.differences.append(
+                f"what the dataset draws or counts in its workers, if anything, differs from an uninterrupted run, "
+                f"since they begin anew ({cause})"
+            )
+        if not has_begun and is_later and can_be_read_once(self._loader):
+            self.differences.append(
+                f"the loader can be read only once: an uninterrupted run would have ended before epoch "
+                f"{position.epoch}, and this one reads a new loader in it"
+            )
 
     def _check_that_nothing_is_lost(self, position: Position) -> None:
         """Reject going back in a loader that can only go forward: it would skip the batches that were drawn."""

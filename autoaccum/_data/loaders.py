@@ -15,10 +15,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     SequentialSampler,
-    Subset,
-    TensorDataset,
     default_collate,
-    default_convert,
 )
 
 from autoaccum._arguments import check_iterable
@@ -136,12 +133,3 @@ def _holds_data(state: Any) -> bool:
         return False
     own = any(state.get(name) is not None for name in ("dataset_state", "dataset_iter_state"))
     return own or any(map(_holds_data, state.values()))
-
-
-def may_move_in_workers(loader: Any) -> bool:
-    """Whether the dataset of a DataLoader may draw or count in its workers: not if it only holds tensors or a list."""
-    dataset = getattr(loader, "dataset", None)
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    is_plain = isinstance(dataset, TensorDataset | list | tuple | torch.Tensor)
-    return not is_plain or getattr(loader, "collate_fn", None) not in (default_collate, default_convert)

@@ -262,7 +262,9 @@ class Checkpoints:
         self._notices.choose(f"resuming after step {state.windows} from {path}", "resume=False starts from scratch")
         if overridden:
             self._notices.say(f"the checkpoint's settings override this call's: {', '.join(overridden)}")
-        told = dict.fromkeys(text for texts in self._world.of_all("resumed", self._progress.differences) for text in texts)
+        told = dict.fromkeys(
+            text for texts in self._world.of_all("resumed", self._progress.differences) for text in texts
+        )
         self.differences = tuple(told)
         for text in self.differences:
             self._notices.say(f"the resume is not exact: {text}", level=logging.WARNING)

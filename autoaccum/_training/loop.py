@@ -215,7 +215,10 @@ class Training:
             stopped=self._progress.stopped,
             noise_scale=None if self._call.noise is None else self._call.noise.samples,
             memory=self._call.savings.names,
-            warnings=(*self._step.objective.weights.warnings, *(() if checkpoints is None else checkpoints.differences)),
+            warnings=(
+                *self._step.objective.weights.warnings,
+                *(() if checkpoints is None else checkpoints.differences),
+            ),
             skipped_samples=self._lifecycle.skipped_samples,
             time_spent=self._spent | ({} if checkpoints is None else {"checkpoints": checkpoints.spent_s}),
         )
