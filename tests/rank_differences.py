@@ -146,6 +146,7 @@ AT_THE_START = {
             lambda: {"optimizer": in_groups(slice(0, 4, 2), slice(1, 4, 2))},
         ),
         (lambda: {"optimizer": with_state(None)}, lambda: {"optimizer": with_state(0.1)}),
+        (lambda: {"optimizer": with_state(0.2)}, lambda: {"optimizer": with_state(0.1)}),
     ],
 }
 
@@ -348,8 +349,3 @@ class FailsAtEnd(autoaccum.Callback):
 def failing_at_end(rank, size, who):
     callbacks = [FailsAtEnd()] if rank == who else []
     return rank_training.train(rank, size, target_batch=16, micro_batch=4, shard=True, callbacks=callbacks)
-
-
-def with_unlike_state(rank, size):
-    asked = {"target_batch": 16, "micro_batch": 4, "shard": True, "data": vectors(), "loss": cross_entropy}
-    return rank_training.train(rank, size, optimizer=with_state(0.1 * (1 + rank)), **asked)

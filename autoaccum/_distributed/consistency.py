@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
-from autoaccum._distributed.described import form_of, lines_of, lines_of_module, parts_of, text_of
+from autoaccum._distributed.described import lines_of, lines_of_module, parts_of, text_of
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._engine.finiteness import coming
 from autoaccum._engine.forward_backward import TrainingStep
-from autoaccum._engine.optimizers import name_of
+from autoaccum._engine.optimizers import OptimizerList, name_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def make_alike(ranks: Ranks, step: GradientStep, arguments: Mapping[str, Any]) -
     }
     _refuse_differences(ranks.exchange("arguments", mine), "every process of a training needs the same")
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    _broadcast(ranks, step, [*tensors, *(value for _, value in _state_of(step) if _is_sent(value, step))])
+    _broadcast_weights(ranks, step, tensors)
 
 
 def _refuse_differences(said: Sequence[Mapping[str, Sequence[str]]], remedy: str) -> None:
@@ -142,35 +142,25 @@ def _is_plain(value: Any) -> bool:
 
 
 def _lines_of_optimizer(step: GradientStep) -> list[str]:
-    """Return the class of the optimizer, its settings, which parameter is in which group, and its state."""
+    """Return the class of the optimizer, its settings, which parameter is in which group, and what it begins with.
+
+    Of torch's own optimizers all ranks have the same state; others may divide it among them.
+    """
     if not isinstance(step, TrainingStep):
         return []
+    optimizer = step.optimizer
     named = (pair for module in step.objective.modules for pair in module.named_parameters())
     names = {parameter: name for name, parameter in named}
-    places = [
-        f"{names[parameter]!r} in group {number}"
-        for number, group in enumerate(step.optimizer.param_groups)
-        for parameter in group["params"]
-    ]
-    state = [f"{name}={form_of(one) if _is_sent(one, step) else text_of(one)}" for name, one in _state_of(step)]
-    return [name_of(step.optimizer), *SharedSettings(step).lines(), *places, *state]
-
-
-def _state_of(step: GradientStep) -> list[tuple[str, Any]]:
-    """Return what the optimizer has for each parameter."""
-    if not isinstance(step, TrainingStep):
-        return []
-    state = step.optimizer.state
-    return [
-        (f"{name} of parameter {number}", value)
-        for number, parameter in enumerate(step.held())
-        for name, value in state.get(parameter, {}).items()
-    ]
-
-
-def _is_sent(value: Any, step: GradientStep) -> bool:
-    """Whether a state of the optimizer becomes that of rank 0, rather than being compared, as counts of steps are."""
-    return isinstance(value, Tensor) and value.numel() > 1 and value.device.type == step.memory.device.type
+    lines = [name_of(optimizer), *SharedSettings(step).lines()]
+    for number, group in enumerate(optimizer.param_groups):
+        lines += [f"{names[parameter]!r} in group {number}" for parameter in group["params"]]
+    lines.append("a state" if optimizer.state else "no state")
+    parts = optimizer.parts if isinstance(optimizer, OptimizerList) else [optimizer]
+    if all(type(part).__module__.startswith("torch.optim.") for part in parts):
+        for parameter in step.held():
+            state = optimizer.state.get(parameter, {})
+            lines += [f"{name}={text_of(value)} of {names[parameter]!r}" for name, value in state.items()]
+    return lines
 
 
 def _refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
@@ -191,7 +181,7 @@ def _refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def _broadcast(ranks: Ranks, step: GradientStep, named: Sequence[Tensor]) -> None:
+def _broadcast_weights(ranks: Ranks, step: GradientStep, named: Sequence[Tensor]) -> None:
     """Give every rank the tensors of rank 0, except for those that are sharded or on another device.
 
     Raises:

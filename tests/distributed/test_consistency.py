@@ -75,10 +75,6 @@ def test_what_is_alike_or_may_differ_is_not_refused(crew, what):
     assert_alike(crew.run("rank_differences:alike", what, size=2))
 
 
-def test_state_that_an_optimizer_begins_with_is_that_of_rank_0(crew):
-    assert_alike(crew.run("rank_differences:with_unlike_state", size=2))
-
-
 @pytest.mark.parametrize("what", rank_differences.ACCUMULATORS)
 def test_accumulators_that_differ_are_refused_on_all_ranks(crew, what):
     answers = crew.answers("rank_differences:accumulators", what, 1, size=2)
