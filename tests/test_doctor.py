@@ -130,7 +130,10 @@ def test_variables_of_slurm_that_are_no_numbers_are_left_out(place):
     ("variable", "said"),
     [
         ({"AUTOACCUM_MAX_MICRO_BATCH": "8.0"}, "AUTOACCUM_MAX_MICRO_BATCH='8.0' is not a whole number of at least 1"),
-        ({"AUTOACCUM_LEASE_S": "soon"}, "AUTOACCUM_LEASE_S='soon' must be a positive number of seconds of at most 86400"),
+        (
+            {"AUTOACCUM_LEASE_S": "soon"},
+            "AUTOACCUM_LEASE_S='soon' must be a positive number of seconds of at most 86400",
+        ),
         ({"AUTOACCUM_RANK_TIMEOUT_S": "0"}, "AUTOACCUM_RANK_TIMEOUT_S='0' must be a positive number of seconds"),
         ({"AUTOACCUM_CACHE_DIR": "/dev/null/x"}, "'/dev/null' is no folder that this process may write to"),
         ({"AUTOACCUM_REASON_FILE": "/none/reason"}, "'/none' is no folder that this process may write to"),

@@ -59,13 +59,15 @@ class RandomState:
         set_states(self._own, own)
 
     def check(self, states: tuple[Any, ...]) -> None:
-        """Check that states, which a file may hold, are of these generators and can be restored, and leave all as it is.
+        """Check that states, which a file may hold, are of these generators and can be restored; all stays as it is.
 
         Raises:
             ValueError: They are not, as are errors of other types.
         """
         before = self.take()
-        if len(states) != len(before) or any((one is None) != (here is None) for one, here in zip(states, before, strict=True)):
+        if len(states) != len(before) or any(
+            (one is None) != (here is None) for one, here in zip(states, before, strict=True)
+        ):
             raise ValueError("the states of random generators are not those of this process")
         try:
             self.put_back(states)

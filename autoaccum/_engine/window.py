@@ -82,7 +82,7 @@ class Engine:
         at: How far the current window is.
         oom_events: The failures of the current window for lack of memory, without those of trials.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
-        is_half_done: Whether a window was begun, and neither finished nor restored: a second interrupt can prevent both.
+        is_half_done: Whether a window was neither finished nor restored, both of which a second interrupt can prevent.
     """
 
     def __init__(

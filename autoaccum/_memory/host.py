@@ -80,6 +80,7 @@ class HardLimit:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held while a limit is in force
         self._bound: int | None = None
+        self._block: object = None  # stands for the block of `at`
         self._is_lifted = False
         self._before = 0
         self._thread = 0, ""
@@ -105,13 +106,14 @@ class HardLimit:
             if not self._follows_forks:
                 os.register_at_fork(after_in_child=self._forget)
                 self._follows_forks = True
-            self._thread = threading.get_ident(), threading.current_thread().name
+            self._thread, self._is_lifted = (threading.get_ident(), threading.current_thread().name), False
             self._before = resource.getrlimit(resource.RLIMIT_DATA)[0]
-            self._bound = bound
+            self._bound, self._block = bound, object()
             _set_soft(bound, self._before)
             yield
         finally:
             with signals.held():
+                self._block = None
                 if self._bound is not None:
                     self._bound = None
                     _set_soft(self._before)
@@ -126,8 +128,8 @@ class HardLimit:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Suspend the limit, if this thread has one."""
-        bound = self._bound
-        if bound is None or self._is_lifted or self._thread[0] != threading.get_ident():
+        block = self._block
+        if self._bound is None or self._is_lifted or self._thread[0] != threading.get_ident():
             yield
             return
         try:
@@ -135,13 +137,15 @@ class HardLimit:
             _set_soft(self._before)
             yield
         finally:
-            self._is_lifted = False
-            _set_soft(bound, self._before)
+            # An interrupt at its very exit makes this run only when the generator is freed, long after the limit's end.
+            if self._block is block and self._bound is not None:
+                self._is_lifted = False
+                _set_soft(self._bound, self._before)
 
     def _forget(self) -> None:
         """Give a forked child, which does not train, what its parent had before."""
         if self._bound is not None:
-            self._bound, self._is_lifted = None, False
+            self._bound, self._block = None, None
             _set_soft(self._before)
         # The thread that holds it may not exist in the child.
         self._lock = threading.Lock()

@@ -19,8 +19,8 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from os import PathLike
     from io import BufferedReader
+    from os import PathLike
 
 # The suffix of a file that is being written, which a killed writer leaves behind.
 UNFINISHED = ".unfinished"
@@ -40,7 +40,7 @@ def open_regular(path: Path) -> BufferedReader:
         OSError: It cannot be opened.
     """
     try:
-        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115, PTH123 - the caller's; no path takes an opener
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - the caller's; no path takes an opener
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket
             raise NotAFileError(errno.EINVAL, "it is no regular file", str(path)) from error

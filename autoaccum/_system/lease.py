@@ -3,7 +3,7 @@
 The holder has a file in the folder, `.lease-N`, which identifies it and which one of its threads rewrites every few
 seconds. Another process takes over once it has seen that file unchanged for the duration of the lease, by its own
 clock, or at once if the holder was a process of the same machine that has ended. A lease belongs to one call of `fit`,
-and ends with it even if interrupts keep the call from releasing it; a process that is forked meanwhile has no part in it.
+and ends with it even if interrupts keep the call from releasing it. A process forked meanwhile has no part in it.
 
 The process whose file exists holds the folder. To take over, a process creates the file with the next number, which
 only one of several can (O_EXCL), checks that the files it judged are unchanged, and removes them. A suspended holder

@@ -110,6 +110,10 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
                 _signal.signal(number, now)
 
 
+def _behind(handler: Any) -> Any:
+    return handler.handler if type(handler) is _Wrapper else handler
+
+
 @functools.cache
 def _follow_forks() -> None:
     """Let a process that is forked in a block have its signals at once: it may never leave the block."""
@@ -161,7 +165,7 @@ class Watch:
 
     @contextmanager
     def handling(self) -> Iterator[Self]:
-        """Handle the signals in a block. A generator also ends where an interrupt comes at the very exit: it is freed."""
+        """Handle the signals in a block. An interrupt at its very exit frees the generator, which ends it all the same."""
         try:
             if can_be_handled():
                 self._install(signal.SIGTERM, self._on_terminate)
@@ -171,7 +175,8 @@ class Watch:
         finally:
             with held():
                 for number, former in self._former.items():
-                    signal.signal(number, former)
+                    if _behind(signal.getsignal(number)) in (self._on_terminate, self._on_save_request):
+                        signal.signal(number, former)
             if (self._terminated or self.is_ending) and os.getpid() == self._process:
                 signal.raise_signal(signal.SIGTERM)
 

@@ -59,7 +59,8 @@ _POSITION = {
     **dict.fromkeys(("length", "batch_size", "samples"), (None, _count)),
 }
 _CUTTING = {
-    **dict.fromkeys(("plan", "largest"), [_positive]),
+    "plan": [_positive],
+    "largest": [_positive],
     "frontier": (None, {}),
     **dict.fromkeys(("is_found", "is_timed"), _flag),
     **dict.fromkeys(("compared_to", "oom_events", "skipped_samples"), _count),

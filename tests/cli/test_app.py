@@ -63,6 +63,45 @@ def test_each_error_has_its_exit_code(kind, code):
     assert code_for(getattr(autoaccum, f"{kind}Error")("asked, found, next step")) == code
 
 
+_ELSEWHERE = """
+import os, signal, sys
+import psutil, rich.console, rich.table, torch, torch._dynamo
+for name in ("fcntl", "pty", "tty", "resource", "termios", "grp", "pwd"):
+    sys.modules[name] = None
+for name in ("SIGKILL", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGTSTP", "SIGWINCH"):
+    delattr(signal, name)
+for name in ("pipe2", "register_at_fork", "sysconf", "sched_getaffinity", "killpg", "O_NONBLOCK", "O_DIRECTORY"):
+    delattr(os, name)
+import autoaccum
+import autoaccum._launch.run
+from autoaccum._cli.app import cli
+from click.testing import CliRunner
+sys.platform = "win32"
+for arguments in (["doctor"], ["report", "job.py:job", "--device=cpu"], ["run", "--", "x"], ["slurm", "--", "x"]):
+    done = CliRunner().invoke(cli, arguments)
+    print("===", done.exit_code, type(done.exception).__name__, done.output)
+"""
+_JOB = """
+import autoaccum, torch
+def job():
+    return autoaccum.Job(torch.nn.Linear(3, 1), [(torch.randn(8, 3), torch.randn(8, 1))], 8)
+"""
+
+
+def test_without_what_only_unix_has_commands_work_or_say_that_they_need_linux(tmp_path):
+    (tmp_path / "job.py").write_text(_JOB)
+
+    ran = subprocess.run([sys.executable, "-c", _ELSEWHERE], capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    doctor, report, *others = ran.stdout.split("=== ")[1:]
+    assert doctor.startswith(f"{ExitCode.DONE} ")
+    assert "Installation" in doctor
+    assert report.startswith(f"{ExitCode.DONE} ")
+    assert "8 samples fit" in report
+    for other in others:
+        assert other.startswith(f"{ExitCode.BAD_INPUT} SystemExit autoaccum: error: autoaccum run needs Linux")
+
+
 def test_the_package_can_be_run_as_a_module_and_tells_an_error_in_one_line():
     ran = subprocess.run(
         [sys.executable, "-m", "autoaccum", "report", "none.py"], capture_output=True, text=True, check=False

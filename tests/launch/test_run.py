@@ -144,6 +144,19 @@ def test_the_next_job_begins_with_the_size_that_worked():
     assert "autoaccum: micro-batches of 30 worked before" in told(again)
 
 
+def test_what_is_remembered_holds_no_argument_of_the_command(tmp_path):
+    run(
+        python(SCRIPT, "{micro_batch}", 30, "--token=secret"),
+        "--target-batch",
+        120,
+        variables={"AUTOACCUM_CACHE_DIR": str(tmp_path)},
+    )
+
+    (file,) = tmp_path.iterdir()
+    assert '"micro_batch": 30' in file.read_text()
+    assert "secret" not in file.read_text()
+
+
 def test_a_target_with_few_divisors_is_remarked_upon_once():
     ended = run(python(SCRIPT, "{micro_batch}", 8), "--target-batch", 97)
 

@@ -129,11 +129,15 @@ def test_others_are_named_with_what_they_hold(gpu, monkeypatch):
 
 
 def nvml_with(shares):
+    def has_no_mig(_):
+        raise RuntimeError
+
     return types.SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetMigMode=has_no_mig,
         nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=6 * GIB),
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [
             types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in shares

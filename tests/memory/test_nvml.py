@@ -60,18 +60,18 @@ class Cuda:
     def __init__(self, *shown, code=0):
         self.shown, self.code = shown, code
 
-    def cuInit(self, _):
+    def cuInit(self, _):  # noqa: N802 - the driver's name
         return self.code
 
-    def cuDeviceGetCount(self, found):
+    def cuDeviceGetCount(self, found):  # noqa: N802 - the driver's name
         found._obj.value = len(self.shown)
         return 0
 
-    def cuDeviceGet(self, found, number):
+    def cuDeviceGet(self, found, number):  # noqa: N802 - the driver's name
         found._obj.value = number
         return 0
 
-    def cuDeviceGetUuid_v2(self, found, device):
+    def cuDeviceGetUuid_v2(self, found, device):  # noqa: N802 - the driver's name
         found[:] = uuid.UUID(self.shown[device.value]).bytes
         return 0
 

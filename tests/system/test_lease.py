@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -154,10 +155,12 @@ def identity_of(pid):
     return replace(Holder.own(), pid=pid, start=lease_module._state_and_start(pid)[1])
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[]", b'{"pid": 1, "host": 3}', b"\xff\x00"])
+@pytest.mark.parametrize("content", [None, b"", b"[]", b'{"pid": 1, "host": 3}', b"\xff\x00", "a pipe"])
 def test_holder_that_renews_nothing_is_waited_out(tmp_path, of_host, clock, said, content):
     if content is None:
         take(of_host("node1"), clock)
+    elif content == "a pipe":
+        os.mkfifo(tmp_path / ".lease-00000041")
     else:
         (tmp_path / ".lease-00000041").write_bytes(content)
     started = clock.now
@@ -323,9 +326,8 @@ def in_a_fork(act):
     if child == 0:
         try:
             act()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
+        finally:
+            os._exit(0 if sys.exc_info()[0] is None else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -384,9 +386,12 @@ def test_process_forked_in_a_callback_leaves_checkpoints_log_reason_and_progress
     monkeypatch.setenv("AUTOACCUM_REASON_FILE", str(tmp_path / "reason.json"))
     seen, forks, parent = [], Forks(ends), os.getpid()
     looks, log = files_at(5), autoaccum.JSONLinesLog(tmp_path / "log.jsonl")
-    run = Run(checkpoint=tmp_path / "run", checkpoint_every=2, progress="lines", loader=lambda: loader_of(
-        Noisy(), num_workers=1
-    ))
+    run = Run(
+        checkpoint=tmp_path / "run",
+        checkpoint_every=2,
+        progress="lines",
+        loader=lambda: loader_of(Noisy(), num_workers=1),
+    )
     try:
         run.fit(log, looks, forks, looks)
     except BaseException:

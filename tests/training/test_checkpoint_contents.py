@@ -1,7 +1,9 @@
 """When checkpoints are written, what is done at signals and damage, and which checkpoints are refused."""
 
 import contextlib
+import copy
 import os
+import shutil
 import signal
 import subprocess
 import textwrap
@@ -31,6 +33,7 @@ from long_runs import (
     Run,
     StopAt,
     StoppedError,
+    bits,
     checkpoints,
     damage,
     loader_of,
@@ -530,8 +533,8 @@ def edited(folder, change):
 EDITS = {
     **{f"'{key}'": lambda content, key=key: content.pop(key) for key in ("windows", "cutting", "random", "modules")},
     "another device: it was made with cuda, and this call has cpu": lambda content: content.update(device="cuda"),
-    "must be at least 1": lambda content: content["cutting"].update(plan=[0]),
-    "int.* and 'str'": lambda content: content["cutting"].update(largest=["4"]),
+    "cutting.plan is 0, of type int": lambda content: content["cutting"].update(plan=[0]),
+    "cutting.largest is '4', of type str": lambda content: content["cutting"].update(largest=["4"]),
 }
 
 
@@ -546,6 +549,88 @@ def test_edited_checkpoint_with_right_checksums_is_refused_and_nothing_is_change
         run.fit()
 
     assert run.state() == before
+
+
+class Drawn(nn.Sequential):
+    """Has running statistics and a generator of its own."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 3), nn.BatchNorm1d(3))
+        self.own = torch.Generator().manual_seed(5)
+
+    def forward(self, inputs):
+        return super().forward(inputs) + 0 * torch.rand((), generator=self.own)
+
+
+def drawn_run(folder):
+    generator = torch.Generator().manual_seed(3)
+    changes = {"micro_batch": 4, "val_every": 2, "epochs": None, "noise_scale": 2, "checkpoint": folder}
+    run = Run(model=Drawn, loader=lambda: loader_of(Noisy(), generator=generator), **changes)
+    return run, lambda: (run.state(), bits(generator.get_state()))
+
+
+def leaves(value, path=()):
+    """Where what a checkpoint holds is, and what is in that; of many numbers the first and the last."""
+    yield path
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ())
+    for key, inner in items[:3] + items[3:][-1:] if isinstance(value, tuple) else items:
+        yield from leaves(inner, (*path, key))
+
+
+def with_a_leaf(value, path, leaf):
+    if not path:
+        return leaf
+    changed = list(value) if isinstance(value, tuple) else copy.copy(value)
+    changed[path[0]] = with_a_leaf(value[path[0]], path[1:], leaf)
+    return type(value)(changed) if isinstance(value, tuple) else changed
+
+
+FORGED = [None, "x", -1, float("nan"), [], {"a": 1}, 10**30, torch.ones(2, 5)]
+# Each takes one in so many of the leaves, and another value for each.
+PARTS = 5
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(1, PARTS * len(FORGED)))]
+)
+def test_forged_value_anywhere_in_a_checkpoint_is_refused_before_anything_is_changed(tmp_path, part):
+    run, _ = drawn_run(tmp_path)
+    run.fit(max_steps=5)
+    storage = Storage(tmp_path)
+    path, content = storage.read_newest(Notices(silent=True))
+    refused = 0
+    for number, place in enumerate(list(leaves(content))[part % PARTS :: PARTS]):
+        forged = FORGED[(number + part // PARTS) % len(FORGED)]
+        is_setting = {"param_groups", "scheduler"} & set(place)
+        if not place or (is_setting and isinstance(forged, int | float)):
+            continue  # a rate is as much the writer's choice as a weight
+        shutil.rmtree(path)
+        Storage(tmp_path).write(with_a_leaf(content, place, forged), 5)
+        run, state = drawn_run(tmp_path)
+        before = state()
+
+        try:
+            run.fit(max_steps=6)
+        except CheckpointError:
+            assert state() == before, place
+            refused += 1
+        else:  # a value that may be there; nothing else may be raised
+            for other in Storage(tmp_path).found():
+                shutil.rmtree(other)
+            path.mkdir()
+
+    assert refused > 20
+
+
+def test_position_in_a_state_of_numpys_that_lies_beyond_its_numbers_is_refused(tmp_path):
+    def change(content):
+        content["random"][3]["state"]["pos"] = 10**6  # NumPy itself would read there
+
+    stopped_at(4, tmp_path)
+    edited(tmp_path, change)
+
+    with pytest.raises(CheckpointError, match="position 1000000"):
+        Run(checkpoint=tmp_path).fit()
 
 
 def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,24 @@ def test_none_whole_is_an_error_that_names_them_and_what_to_do(storage):
         read(storage)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file_is_damage_and_not_waited_for(storage, name, kind, monkeypatch):
+    storage.write(content_of(1), 1)
+    path = storage.write(content_of(2), 2) / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        monkeypatch.chdir(path.parent)  # the name of a socket must be short
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(name)
+
+    assert is_content(read(storage)[1], 1)
+
+
 def test_newer_format_is_refused_with_the_version_that_wrote_it(storage):
     path = storage.write(content_of(1), 1) / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99, "autoaccum": "7.0"}))
@@ -159,20 +178,23 @@ def fails_with(number):
     ],
 )
 def test_failing_disk_is_told_by_its_own_words_and_the_one_before_stays(storage, monkeypatch, call):
-    storage.write(content_of(1), 1)
-
     class Full:
         def write(self, data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def write(step, said):
+        with monkeypatch.context() as broken:
+            if call == "file":  # in the middle of torch's own writing
+                broken.setattr(module._HashingFile, "__init__", lambda self, _: init(self, Full()))
+            else:
+                broken.setattr(f"autoaccum.{call}", fails_with(errno.ENOSPC))
+            with pytest.raises(CheckpointError, match=said):
+                storage.write(content_of(step), step)
+
     init = module._HashingFile.__init__
-    with monkeypatch.context() as broken:
-        if call == "file":  # in the middle of torch's own writing
-            broken.setattr(module._HashingFile, "__init__", lambda self, _: init(self, Full()))
-        else:
-            broken.setattr(f"autoaccum.{call}", fails_with(errno.ENOSPC))
-        with pytest.raises(CheckpointError, match=r"step-00000002 could not be written \(No space left on device\)"):
-            storage.write(content_of(2), 2)
+    write(1, r"step-00000001 could not be written \(No space left on device\); make room")  # there is none before
+    storage.write(content_of(1), 1)
+    write(2, r"step-00000002 could not be written \(No space left on device\); those before it are still in")
 
     assert names(storage) == ["step-00000001"]
 
