@@ -165,7 +165,7 @@ class Watch:
 
     @contextmanager
     def handling(self) -> Iterator[Self]:
-        """Handle the signals in a block. An interrupt at its very exit frees the generator, which ends it all the same."""
+        """Handle the signals in a block. If an interrupt comes at its exit, it ends when the generator is freed."""
         try:
             if can_be_handled():
                 self._install(signal.SIGTERM, self._on_terminate)

@@ -171,8 +171,12 @@ class Checkpoints:
         Raises:
             CheckpointError: The state holds something that cannot be stored in a file.
         """
-        # The copy is not part of the memory that training takes.
-        with self._memory.lifted(), self._contents.taken(self._progress.state, self._lifecycle.kept) as content:
+        # The copy is not part of the memory that training takes. An interrupt would become an error of torch's writer.
+        with (
+            signals.held(),
+            self._memory.lifted(),
+            self._contents.taken(self._progress.state, self._lifecycle.kept) as content,
+        ):
             check_that_it_can_be_kept(content)
 
     def save(self) -> Path | None:

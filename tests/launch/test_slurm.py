@@ -78,6 +78,20 @@ def test_a_preflight_ends_the_job_if_the_report_does():
     assert f"srun --nodes=1 --ntasks=1 {OWN} report recipe.py:large || exit" in lines
 
 
+def test_batch_script_replaces_a_link_of_its_name_and_writes_nothing_through_it(tmp_path):
+    sbatch, other = tmp_path / "sbatch", tmp_path / "other"
+    sbatch.write_text("#!/bin/sh\necho 7\n")
+    sbatch.chmod(0o755)
+    other.write_text("kept")
+    (tmp_path / "x-7.sbatch").symlink_to(other)
+
+    ran = command("--", "x", folder=tmp_path, PATH=str(tmp_path))
+
+    assert "its batch script is x-7.sbatch" in ran.stdout
+    assert other.read_text() == "kept"
+    assert (tmp_path / "x-7.sbatch").read_text().startswith("#!/bin/bash")
+
+
 def test_without_slurm_a_job_is_refused_in_one_line(tmp_path):
     ran = command("--", "python", "train.py", PATH=str(tmp_path))
 

@@ -44,7 +44,7 @@ _PRESSES = """
     random.seed(0)
     fit(tempfile.mkdtemp(), 1)
     before = now()
-    for number in range(24):
+    for number in range(12):
         folder, done = tempfile.mkdtemp(), threading.Event()
         try:
             threading.Thread(target=press, args=(number % 4 + 1, done)).start()
