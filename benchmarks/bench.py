@@ -183,9 +183,7 @@ def readme_table(found, timed):
         ("survives running out of memory later", "yes", "no", "restarts", "no"),
     )
     where = f"On a CPU under memory limits, {len(found)} models ([method](docs/benchmarks.md))."
-    notes = (
-        "Sizes of `fit` may be 3% above a limit on the CPU; of the others, those above 100% run out of memory."
-    )
+    notes = "Sizes of `fit` may be 3% above a limit on the CPU; of the others, those above 100% run out of memory."
     if ratios := [row["ratios"]["hand-same"]["median"] for row in timed if "hand-same" in row["ratios"]]:
         share = f"{min(ratios):.0%} to {max(ratios):.0%}"
         notes += f" `fit` has {share} of the speed of a loop by hand with the same sizes."
