@@ -27,6 +27,10 @@ def _positive(value: object) -> bool:
     return _count(value) and value != 0
 
 
+def _whole(value: object) -> bool:
+    return type(value) is int and abs(value) < 1 << 64
+
+
 def _flag(value: object) -> bool:
     return type(value) is bool
 
@@ -51,11 +55,14 @@ def _anything(_: object) -> bool:
 # A mapping has these entries, a list any number of the one; (None, form) may be None.
 _POSITION = {
     "epoch": _positive,
-    **dict.fromkeys(("batches", "used", "behind"), _count),
+    **dict.fromkeys(("batches", "used"), _count),
     **dict.fromkeys(("closed", "put_back"), _flag),
     **dict.fromkeys(("start", "before_last"), (None, _states)),
-    "generators": _states,
+    "last": (None, _whole),
+    "memory": {},
+    "later": [_text],
     "loader_state": _anything,
+    "state_at": _whole,
     **dict.fromkeys(("length", "batch_size", "samples"), (None, _count)),
 }
 _CUTTING = {
@@ -106,11 +113,11 @@ def check_types(content: Mapping[str, Any]) -> None:
             _check("cutting.plans", [since, *sizes], [_positive])
             _require("cutting.plans", sizes, sizes)
         position = part["position"]
-        left = position["put_back"] or position["used"] > 0
-        if (position["before_last"] is not None) != left or (position["batches"] > 0 and position["start"] is None):
+        left, has_drawn = position["put_back"] or position["used"] > 0, position["batches"] > 0
+        if (position["before_last"] is not None) != has_drawn or (has_drawn and position["start"] is None):
             raise ValueError("position: the states of random generators do not go with the batches")
-        if position["behind"] > position["batches"] - left:
-            raise ValueError(f"position.behind is {position['behind']}, of {position['batches']} batches")
+        if not -1 <= position["state_at"] <= position["batches"] - left:
+            raise ValueError(f"position.state_at is {position['state_at']}, of {position['batches']} batches")
 
 
 def _check(name: str, value: Any, form: Any) -> None:
