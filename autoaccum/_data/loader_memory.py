@@ -53,6 +53,7 @@ class LoaderMemory:
         # The key stands for a list of batches, which is no part of anything.
         self._held = {"batches": getattr(loader, "whole_loader", loader)}
         self._items = {path: value.copy() for path, _, _, value in self._walk() if _has_order(value)}
+        self._generators: dict[str, Any] = {}
         self._first = self.take()
         self._moving: set[str] = set()  # numbers that have ever changed; the others are settings
 
@@ -62,15 +63,16 @@ class LoaderMemory:
 
     def take(self) -> dict[str, Any]:
         """Return all numbers, the states of generators, and orders that have changed; they are never modified."""
-        taken = {}
+        taken: dict[str, Any] = {}
+        self._generators = {}
         for path, _, _, value in self._walk():
             if _is_number(value):
                 taken[path] = value
             elif is_generator(value):
-                taken[path] = states_of([value])[0]
+                self._generators[path] = value
             elif path in self._items and (order := _order_of(value, self._items[path])) is not None:
                 taken[path] = order
-        return taken
+        return taken | self.generators_now()
 
     def take_what_moves(self) -> dict[str, Any]:
         """Return what `take` does, without numbers that have not changed since this object was made."""
@@ -79,6 +81,16 @@ class LoaderMemory:
             if _is_number(value) and value != self._first.get(path, value):
                 self._moving.add(path)
         return {path: value for path, value in taken.items() if not _is_number(value) or path in self._moving}
+
+    def generators_now(self) -> dict[str, Any]:
+        """Return the states of the generators that `take` found last."""
+        return {path: states_of([generator])[0] for path, generator in self._generators.items()}
+
+    def set_generators(self, states: Mapping[str, Any]) -> None:
+        """Restore the states that `generators_now` has returned, here or in another process."""
+        for path, _, _, value in self._walk():
+            if is_generator(value) and path in states:
+                set_states([value], [states[path]])
 
     def later(self) -> tuple[str, ...]:
         """Return the generators that were not there when this object was made."""

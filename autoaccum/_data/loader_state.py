@@ -19,7 +19,13 @@ from weakref import WeakSet
 from autoaccum._data.batches import count
 from autoaccum._data.fingerprint import fingerprint
 from autoaccum._data.loader_memory import LoaderMemory, data_loaders_in
-from autoaccum._data.loaders import can_be_read_once, is_kept_by_its_state, samplers_of
+from autoaccum._data.loaders import (
+    can_be_read_once,
+    forget_places,
+    is_kept_between_epochs,
+    is_kept_by_its_state,
+    samplers_of,
+)
 from autoaccum._data.worker_probe import may_move_in_workers
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import CheckpointError
@@ -57,6 +63,7 @@ class Position:
         memory: What the loader's parts kept before the epoch's iterator was created.
         later: The generators in it that were not there when the training began.
         loader_state: The `state_dict` of a loader that is to come back by it, else None.
+        generators: Those of the loader's parts, now, if it is to come back by its state: they may have drawn otherwise.
         state_at: After how many batches of the epoch that was; -1 if at the end of the epoch before.
         length: `len` of the loader; None if it has none.
         batch_size: `batch_size` of the loader; None if it has none.
@@ -74,6 +81,7 @@ class Position:
     later: tuple[str, ...] = ()
     loader_state: Any = None
     state_at: int = -1
+    generators: dict[str, Any] = field(default_factory=dict)
     length: int | None = None
     batch_size: int | None = None
     samples: int | None = None
@@ -132,7 +140,8 @@ class Track:
             batch = next(self._batches)
         except StopIteration:
             # Kept separately: from this state, a loader starts the next epoch.
-            self._state_at_end, self._is_at_end = self._loader_state(), True
+            state, self._is_at_end = self._loader_state(), True
+            self._state_at_end = state if is_kept_between_epochs(self._loader, state) else None
             raise
         self._drawn, self._before_last = self._drawn + 1, before
         if self._random is not None:
@@ -158,7 +167,8 @@ class Track:
             self._keeps_state, state = False, None
         # That of the end before stands for the beginning: what a sampler says after its first epoch and before its next
         # batch may be of either.
-        self._states = [(0, state) if self._state_at_end is None else (-1, self._state_at_end)]
+        is_first = epoch == 1 or self._random is None
+        self._states = [(0, state) if is_first else (-1, self._state_at_end)]
         return self
 
     def close(self) -> None:
@@ -180,6 +190,7 @@ class Track:
             last=self._last,
             loader_state=state,
             state_at=state_at,
+            generators=self._memory.generators_now() if state is not None else {},
             put_back=window.used == 0,
         )
 
@@ -219,6 +230,7 @@ class Track:
         # numbers for an epoch that turns out to be finished.
         if was_loaded := self._comes_by_its_state(position):
             self._load(position, lambda: iter(self._loader))
+            forget_places(self._loader)
         else:
             self._start_workers_that_stay(position.epoch)
         self._put_back_memory(position)
@@ -250,6 +262,9 @@ class Track:
                         f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
                         f"{position.epoch}, but now that batch holds {samples}; {_SAME}"
                     )
+        if was_loaded:
+            with _refusals_explained(self._loader):
+                self._memory.set_generators(position.generators)
         return was_loaded
 
     def _comes_by_its_state(self, position: Position) -> bool:

@@ -109,7 +109,7 @@ def is_kept_by_its_state(loader: Any, state: Any) -> bool:
     if samplers have a state too: it asks the others for another iterator, which may draw again. It counts batches
     twice when it returns to a place in iterable data without a state, and reads them again as well.
     """
-    if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__) or _holds_data(state):
+    if is_kept_between_epochs(loader, state):
         return True
     if isinstance(loader.dataset, IterableDataset) or generators_of((loader.dataset, loader.collate_fn)):
         return False
@@ -121,6 +121,21 @@ def is_kept_by_its_state(loader: Any, state: Any) -> bool:
         or _is_torchdatas(sampler)
         or isinstance(sampler, SequentialSampler | DistributedSampler)
     )
+
+
+def is_kept_between_epochs(loader: Any, state: Any) -> bool:
+    """Whether the `state_dict` that a loader has at the end of an epoch is needed to begin the next one.
+
+    That of a StatefulDataLoader is needed for its data alone: its samplers might begin where they have ended.
+    """
+    return not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__) or _holds_data(state)
+
+
+def forget_places(loader: Any) -> None:
+    """Let torchdata's StatefulDistributedSampler begin at its beginning, though it was given a state."""
+    for sampler in samplers_of(loader):
+        if _is_torchdatas(sampler) and hasattr(sampler, "next_yielded"):
+            sampler.next_yielded = None
 
 
 def _is_torchdatas(sampler: Any) -> bool:

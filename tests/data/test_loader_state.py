@@ -1,0 +1,431 @@
+"""A resumed run reads what the uninterrupted one would have read, or says that it does not."""
+
+# ruff: noqa: S311 - samples are drawn
+
+import functools
+import itertools
+import math
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+import autoaccum
+
+# torchdata 0.11 calls a function that torch 2.15 warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+SAMPLES, BATCH, TARGET, EPOCHS = 22, 4, 6, 3
+STEPS_PER_EPOCH = 4
+
+
+class Reading(autoaccum.Callback):
+    """Notes the samples of each window, and ends the call after one."""
+
+    def __init__(self, stop):
+        self.stop, self.windows, self.now = stop, {}, []
+
+    def on_step(self, report, *, epoch):
+        self.windows[report.step], self.now = self.now, []
+        if report.step == self.stop:
+            raise KeyboardInterrupt
+
+    def on_resume(self, path, *, step, epoch):
+        self.now = []
+
+    def forward(self, model, batch):
+        self.now += batch[0].flatten().tolist()
+        return model(batch[0])
+
+
+def train(loader, folder, stop=None, **changes):
+    """Train as a process would; return the samples of each window, and the result."""
+    reading = Reading(stop)
+    arguments = {"epochs": EPOCHS, "micro_batch": TARGET, "device": "cpu", "progress": False}
+    try:
+        result = autoaccum.fit(
+            nn.Sequential(nn.Dropout(0.2), nn.Linear(1, 1)),
+            loader,
+            TARGET,
+            loss=nn.MSELoss(),
+            loss_reduction="mean",
+            forward=reading.forward,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-5),
+            checkpoint=folder,
+            callbacks=[reading],
+            **arguments | changes,
+        )
+    except KeyboardInterrupt as interrupt:
+        result = interrupt.result
+    return reading.windows, result
+
+
+HIDDEN = random.Random(0)
+
+
+def anew(make):
+    for generator in (torch.manual_seed, random.seed, np.random.seed, HIDDEN.seed):
+        generator(3)
+    return make()
+
+
+def resumed(make, folder, stops, *, ends=True):
+    """Train with a stop after each of these steps, an epoch's end being the end of a call; return windows and words."""
+    windows, words = {}, []
+    for stop in (*stops, None) if ends else stops:
+        is_end = stop is not None and stop % STEPS_PER_EPOCH == 0
+        changes = {"epochs": stop // STEPS_PER_EPOCH} if is_end else {}
+        read, result = train(anew(make), folder, None if is_end else stop, **changes)
+        windows |= read
+        words += result.warnings
+    return windows, words
+
+
+@functools.cache
+def uninterrupted(make):
+    windows, _ = train(anew(make), None)
+    return windows
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), torch.ones(1)
+
+
+class Drawing(Numbers):
+    def __init__(self):
+        self.transforms = [np.random.RandomState(4)]
+
+    def __getitem__(self, index):
+        return torch.tensor([index + 0.5 * self.transforms[0].rand()]), torch.ones(1)
+
+
+class DrawingGlobally(Numbers):
+    def __getitem__(self, index):
+        return torch.tensor([index + 0.5 * random.random()]), torch.ones(1)
+
+
+class RarelyDrawing(Numbers):
+    """Draws for each sample, and hardly ever to any effect."""
+
+    def __getitem__(self, index):
+        return torch.tensor([index + 0.5 * (random.random() < 0.01)]), torch.ones(1)
+
+
+class Sampler:
+    def __len__(self):
+        return SAMPLES
+
+
+class OfNumPy(Sampler):
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.rng.permutation(SAMPLES).tolist())
+
+
+class OfPython(Sampler):
+    def __init__(self):
+        self.held = {"a": random.Random(1)}
+
+    def __iter__(self):
+        for _ in range(SAMPLES):
+            yield self.held["a"].randrange(SAMPLES)
+
+
+class OfTorch(Sampler):
+    __slots__ = ("rng",)
+
+    def __init__(self):
+        self.rng = torch.Generator().manual_seed(2)
+
+    def __iter__(self):
+        return iter(torch.randperm(SAMPLES, generator=self.rng).tolist())
+
+
+class Within(Sampler):
+    """Asks a sampler within a sampler."""
+
+    def __init__(self, *samplers):
+        self.samplers = samplers
+
+    def __iter__(self):
+        yield from itertools.islice(itertools.chain(*self.samplers), SAMPLES)
+
+
+class Counting(Sampler):
+    epoch = 0
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        order = list(range(SAMPLES))
+        random.Random(self.epoch).shuffle(order)
+        self.epoch += 1
+        return iter(order)
+
+
+class Reordering(Sampler):
+    """Shuffles the order of the epoch before."""
+
+    def __init__(self, order):
+        self.order, self.rng = order, np.random.default_rng(5)
+
+    def __iter__(self):
+        self.rng.shuffle(self.order)
+        return iter([int(item) for item in self.order])
+
+
+class Bound(Sampler):
+    """Draws from a generator that only a function knows."""
+
+    def __init__(self):
+        rng = random.Random(7)
+        self.draw = lambda: rng.sample(range(SAMPLES), SAMPLES)
+
+    def __iter__(self):
+        return iter(self.draw())
+
+
+class Hidden(Sampler):
+    """Draws from a generator that none of its parts holds."""
+
+    def __iter__(self):
+        return iter(HIDDEN.sample(range(SAMPLES), SAMPLES))
+
+
+class Late(Sampler):
+    """Makes its generator when it is first asked."""
+
+    rng = None
+
+    def __iter__(self):
+        self.rng = self.rng or random.Random(3)
+        return iter(self.rng.sample(range(SAMPLES), SAMPLES))
+
+
+class Batches:
+    """A batch sampler, or a loader of batches where it is given data."""
+
+    def __init__(self, sampler, data=None):
+        self.sampler_of_batches, self.data = sampler, data
+
+    def __len__(self):
+        return math.ceil(SAMPLES / BATCH)
+
+    def __iter__(self):
+        indices = iter(self.sampler_of_batches)
+        while batch := list(itertools.islice(indices, BATCH)):
+            yield batch if self.data is None else default_collate([self.data[index] for index in batch])
+
+
+class Augmenting:
+    def __init__(self):
+        self.rng = random.Random(2)
+
+    def __call__(self, samples):
+        inputs, targets = default_collate(samples)
+        return inputs + 0.4 * self.rng.random(), targets
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for number in range(SAMPLES):
+            yield torch.tensor([float(number)]), torch.ones(1)
+
+
+class CountingStream(IterableDataset):
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        for number in range(SAMPLES):
+            yield torch.tensor([number + 0.1 * self.epoch]), torch.ones(1)
+
+
+class Wrapping:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
+TENSORS = TensorDataset(torch.arange(float(SAMPLES)).view(-1, 1), torch.ones(SAMPLES, 1))
+
+
+def of(sampler, kind=DataLoader):
+    return lambda: kind(Numbers(), BATCH, sampler=sampler())
+
+
+# All of these start over, silently, where only generators named `generator` are kept, or where a state is loaded that
+# does not bring the loader back.
+EXACT = {
+    "NumPy's generator in a sampler": of(OfNumPy),
+    "NumPy's generator in a batch sampler": lambda: DataLoader(Numbers(), batch_sampler=Batches(OfNumPy())),
+    "Python's generator in a dict": of(OfPython),
+    "torch's generator in a slot": of(OfTorch),
+    "samplers within a sampler": of(lambda: Within(OfTorch(), OfNumPy())),
+    "a count of epochs": of(Counting),
+    "a list that is shuffled": of(lambda: Reordering([str(number) for number in range(SAMPLES)])),
+    "an array that is shuffled": of(lambda: Reordering(np.arange(SAMPLES))),
+    "a generator in a closure": of(Bound),
+    "a dataset's generator": lambda: DataLoader(Drawing(), BATCH, shuffle=True),
+    "a collator's generator": lambda: DataLoader(Numbers(), BATCH, shuffle=True, collate_fn=Augmenting()),
+    "an iterable dataset that counts": lambda: DataLoader(CountingStream(), BATCH),
+    "a loader of one's own": lambda: Batches(OfNumPy(), Numbers()),
+    "a state and NumPy's generator": of(OfNumPy, StatefulDataLoader),
+    "a state and a dataset's generator": lambda: StatefulDataLoader(Drawing(), BATCH, shuffle=True),
+    "a state and torch's sampler": of(
+        lambda: RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(3)), StatefulDataLoader
+    ),
+    "a state and an iterable dataset": lambda: StatefulDataLoader(Stream(), BATCH),
+    "a state and a distributed sampler": of(
+        lambda: StatefulDistributedSampler(range(SAMPLES), 1, 0), StatefulDataLoader
+    ),
+}
+
+
+@pytest.mark.parametrize("stops", [(1, 6), (STEPS_PER_EPOCH, 5), (7, 10)], ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_resumed_run_reads_what_the_uninterrupted_one_would_have_read(tmp_path, name, stops):
+    windows, words = resumed(EXACT[name], tmp_path, stops)
+
+    assert windows == uninterrupted(EXACT[name])
+    assert words == []
+
+
+WITH_WORKERS = {
+    "workers that stay": (
+        lambda: DataLoader(Numbers(), BATCH, shuffle=True, num_workers=2, persistent_workers=True),
+        (6,),
+    ),
+    "workers that stay in a wrapped loader": (
+        lambda: Wrapping(DataLoader(Numbers(), BATCH, shuffle=True, num_workers=1, persistent_workers=True)),
+        (4,),
+    ),
+    "a state and workers that stay": (
+        lambda: StatefulDataLoader(Numbers(), BATCH, shuffle=True, num_workers=2, persistent_workers=True),
+        (6, 10),
+    ),
+    "a state and workers": (lambda: StatefulDataLoader(Numbers(), BATCH, shuffle=True, num_workers=1), (4, 7)),
+    "a dataset's generator in workers": (lambda: DataLoader(Drawing(), BATCH, shuffle=True, num_workers=2), (7,)),
+    "a state and a distributed sampler, in the first window of an epoch": (
+        lambda: StatefulDataLoader(
+            Numbers(), BATCH, sampler=StatefulDistributedSampler(range(SAMPLES), 1, 0), num_workers=1
+        ),
+        (2, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_resumed_run_reads_what_its_workers_would_have_given(tmp_path, name):
+    make, stops = WITH_WORKERS[name]
+
+    windows, words = resumed(make, tmp_path, stops)
+
+    assert windows == uninterrupted(make)
+    assert words == []
+
+
+TOLD = {
+    "a generator that nothing holds": (of(Hidden), 7, "batch 5 of epoch 2 is not the one before the interruption"),
+    "a generator that comes later": (of(Late), 4, "sampler.rng of the loader, which changed during the training"),
+    "iterators": (lambda: iter(list(DataLoader(Numbers(), BATCH))), 4, "the loader can be read only once"),
+    "random numbers of workers that stay": (
+        lambda: DataLoader(DrawingGlobally(), BATCH, num_workers=1, persistent_workers=True),
+        6,
+        r"batch 3 of epoch 2 is not .* its workers begin anew \(persistent_workers=True\)",
+    ),
+    "random numbers of workers that stay, between epochs": (
+        lambda: DataLoader(DrawingGlobally(), BATCH, num_workers=1, persistent_workers=True),
+        4,
+        r"in its workers, if anything, differs .* begin anew \(persistent_workers=True\)",
+    ),
+    "random numbers of workers with a state": (
+        lambda: StatefulDataLoader(DrawingGlobally(), BATCH, num_workers=1),
+        2,
+        r"batch 3 of epoch 1 is not .* its workers begin anew \(StatefulDataLoader\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_resume_that_is_not_exact_says_so_once(tmp_path, capfd, name):
+    make, stop, words = TOLD[name]
+    resumed(make, tmp_path, (stop,), ends=False)
+    capfd.readouterr()
+
+    windows, result = train(anew(make), tmp_path, progress=True)
+
+    assert any(windows[step] != uninterrupted(make).get(step) for step in windows)
+    (warning,) = result.warnings
+    assert re.search(words, warning)
+    assert capfd.readouterr().err.count(f"the resume is not exact: {warning}") == 1
+
+
+def test_random_numbers_that_hardly_show_are_told_of(tmp_path):
+    def make():
+        return StatefulDataLoader(RarelyDrawing(), BATCH, num_workers=1)
+
+    train(anew(make), tmp_path, 2)
+
+    _, result = train(anew(make), tmp_path)
+
+    assert "in its workers, if anything, differs from an uninterrupted run" in "".join(result.warnings)
+
+
+def test_call_after_another_with_the_same_loader_goes_on_in_the_order_that_it_has(tmp_path):
+    make = EXACT["a list that is shuffled"]
+    loader = anew(make)
+    windows, _ = train(loader, tmp_path, epochs=1)
+
+    later, result = train(loader, tmp_path)
+
+    assert windows | later == uninterrupted(make)
+    assert result.warnings == ()
+
+
+def test_settings_of_another_loader_are_left_as_they_are_between_epochs(tmp_path):
+    train(anew(EXACT["a count of epochs"]), tmp_path, epochs=1)
+    loader = DataLoader(Numbers(), 2, sampler=Counting())
+
+    train(loader, tmp_path, epochs=2)
+
+    assert loader.batch_size == loader.batch_sampler.batch_size == 2
+    assert loader.sampler.epoch == 2
+
+
+def test_evaluation_after_a_resume_draws_what_it_would_have_drawn(tmp_path):
+    def evaluations(folder, **changes):
+        sampler = RandomSampler(range(SAMPLES), num_samples=5, generator=torch.Generator().manual_seed(3))
+        held_out = DataLoader(TENSORS, BATCH, sampler=sampler)
+        _, result = train(anew(EXACT["a count of epochs"]), folder, val_loader=held_out, **changes)
+        return [evaluation.loss for evaluation in result.evaluations]
+
+    first = evaluations(tmp_path, epochs=1)
+
+    assert first + evaluations(tmp_path) == evaluations(None)
+
+
+def test_checkpoint_of_a_loader_without_a_state_is_resumed_with_one(tmp_path):
+    make = functools.partial(DataLoader, TENSORS, BATCH)
+    train(anew(make), tmp_path, 2)
+
+    windows, _ = train(anew(lambda: StatefulDataLoader(TENSORS, BATCH)), tmp_path)
+
+    expected, _ = train(anew(make), None)
+    assert windows == {step: expected[step] for step in windows}
