@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -84,6 +85,7 @@ def batched(
         Events(memory, notices=notices).ran_out,
     )
     parts.begin(micro_batch)
+    at_work = threading.RLock()  # other threads wait: what a part that failed has moved is restored
 
     @functools.wraps(function)
     @writes_reason
@@ -93,7 +95,7 @@ def batched(
         def one(start: int, size: int) -> _T:
             return function(window.cut(start, start + size), *args, **kwargs)
 
-        with limit.in_force(), torch.no_grad():
+        with at_work, limit.in_force(), torch.no_grad():
             done = [(result, size) for size, result in parts.of(window, one)]
             if not window.samples:
                 done = [(function(batch, *args, **kwargs), 0)]

@@ -23,6 +23,7 @@ from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import ListOfSamples
 from autoaccum._engine import devices, optimizer_modes, optimizers, step_complete
 from autoaccum._engine.assembly import assemble
+from autoaccum._engine.at_work import AtWork
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.noise_scale import NoiseScale, shuffled
@@ -330,6 +331,7 @@ class Runner:
         self._runner = WindowRunner(step, sizing, events, notices, noise=noise)
         self._step, self._noise, self._notices = step, noise, notices
         self._evaluator: Evaluator | None = None
+        self._stepping, self._evaluating = AtWork("step", model), AtWork("evaluate", model, nests=True)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set `plan` or `optimizer`.
@@ -404,19 +406,20 @@ class Runner:
         """
         if others:
             check_one_batch("step", others)
-        part: Window | None = self._runner.engine.steady.known(window)
-        if part is None:
-            part = as_window(window, self._step.objective.split)
-        runner, savings = self._runner, self._savings
-        if not (self._limit.enforces or savings.names or savings.is_auto):
-            report = runner.step(part)
-        else:
-            with self._limit.in_force():
-                report = savings.run(
-                    lambda: runner.step(part),
-                    on_climb=lambda: runner.sizing.set(runner.sizing.set_plan),
-                    is_final=lambda: runner.is_past_return,
-                )
+        with self._stepping:
+            part: Window | None = self._runner.engine.steady.known(window)
+            if part is None:
+                part = as_window(window, self._step.objective.split)
+            runner, savings = self._runner, self._savings
+            if not (self._limit.enforces or savings.names or savings.is_auto):
+                report = runner.step(part)
+            else:
+                with self._limit.in_force():
+                    report = savings.run(
+                        lambda: runner.step(part),
+                        on_climb=lambda: runner.sizing.set(runner.sizing.set_plan),
+                        is_final=lambda: runner.is_past_return,
+                    )
         assert report is not None
         return report
 
@@ -431,6 +434,10 @@ class Runner:
             DoesNotFitError: Not even one sample at a time fits.
         """
         check_loader("loader", loader, self._step.objective.split)
+        with self._evaluating:
+            return self._evaluated(loader)
+
+    def _evaluated(self, loader: Iterable[Any]) -> float:
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step)
         memory = self._step.memory

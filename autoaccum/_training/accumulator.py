@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +15,7 @@ from autoaccum._distributed.process_group import all_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
+from autoaccum._engine.at_work import AtWork
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import Savings
 from autoaccum._engine.step_limit import StepLimit
@@ -187,7 +187,7 @@ class Accumulator:
             peers=None if ranks is None else lambda: RankPeers(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if measures else None,
         )
-        self._at_work = threading.Lock()
+        self._at_work = AtWork("backward", model)
 
     @property
     def plan(self) -> Plan | None:
@@ -228,33 +228,29 @@ class Accumulator:
                 "backward takes the batch, and got a tensor of one number; pass the batch that its loss is of, since "
                 "the forward pass and the loss are computed in micro-batches: backward(batch)"
             )
-        step = self._step
         if keep is not None:
             check_choice("keep", keep, _KEEP)
-            if not step.objective.gives_outputs:
+            if not self._step.objective.gives_outputs:
                 raise InvalidInputError(
                     "keep='outputs': a list of losses returns no outputs; leave it out, or pass closure= instead"
                 )
         if torch.is_inference_mode_enabled():
             raise InvalidInputError("backward was called within torch.inference_mode(), where there are no gradients")
-        if not self._at_work.acquire(blocking=False):
-            raise InvalidInputError(
-                "backward was called within backward (by a hook, a closure or a callback), or by a second thread; make "
-                "an Accumulator for each thread, and wait for one call before the next"
-            )
-        step.keeps_outputs = keep is not None
+        with self._at_work:
+            return self._backward(batch, keeps_outputs=keep is not None)
+
+    def _backward(self, batch: Any, *, keeps_outputs: bool) -> BackwardReport:
+        self._step.keeps_outputs = keeps_outputs
         try:
             window = self._accumulating.known(batch)
             if window is None:
-                window = as_window(batch, step.objective.split)
+                window = as_window(batch, self._step.objective.split)
             with self._limit.in_force():
                 return self._added(window)
         except BaseException as error:
             if self._ranks is not None and not isinstance(error, RankFailedError):
                 self._ranks.fail(error)  # the others wait for this one
             raise
-        finally:
-            self._at_work.release()
 
     def _added(self, window: Window) -> BackwardReport:
         """Add the gradient of a window; with memory="auto" save more wherever not even one sample fits."""

@@ -18,6 +18,7 @@ from autoaccum._distributed.consistency import make_alike
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
+from autoaccum._engine.at_work import AtWork
 from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.metrics import check_metrics, metrics_by_name
 from autoaccum._engine.noise_scale import NoiseScale
@@ -258,7 +259,8 @@ def fit(
     if rank and progress is not False:
         shown = OtherRank(rank)
     savings = options.savings(backend)
-    with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
+    untouched = Untouched(backend.device, folders, (loader, val_loader))
+    with AtWork("fit", model, nests=True), untouched, joined(backend) as ranks:
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
         earlier = None if saving is None else saving.cap(notices)
