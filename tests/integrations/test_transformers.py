@@ -3,6 +3,7 @@
 import contextlib
 import math
 import pickle
+from collections.abc import Sized
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa
 from autoaccum.integrations.transformers import windowed  # noqa: E402
 from faults import FailAt  # noqa: E402
 from torchrun import found_by_ranks  # noqa: E402
-from trainers import MODELS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
+from trainers import MODELS, SETTINGS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -479,6 +480,28 @@ def test_class_prints_its_own_name_and_one_that_is_written_can_be_pickled():
     assert repr(cut(OfSums)) == "<class 'autoaccum.integrations.transformers.WindowedOfSums'>"
     assert "Written" in repr(Written)
     assert pickle.loads(pickle.dumps(Written)) is Written  # noqa: S301
+
+
+class WrittenOfTwo(windowed(Trainer), Sized):
+    def __len__(self):
+        return 1
+
+
+def test_class_and_its_trainers_can_be_pickled(tmp_path):
+    made = cut(OfSums, callbacks=[autoaccum.Callback()])
+
+    again, of_two = pickle.loads(pickle.dumps([made, WrittenOfTwo]))  # noqa: S301
+    trainer = made(
+        model=model_of("gpt2"),
+        args=TrainingArguments(str(tmp_path), **SETTINGS),
+        train_dataset=rows_of("gpt2", 12),
+        data_collator=collated,
+    )
+    trainer = pickle.loads(pickle.dumps(trainer))  # noqa: S301
+    trainer.train()
+
+    assert (repr(again), again.__mro__[2], of_two) == (repr(made), OfSums, WrittenOfTwo)
+    assert trainer.autoaccum.plan.micro_batch == 4
 
 
 # --- losses of several terms ------------------------------------------------------------------------------------------
