@@ -59,10 +59,16 @@ def run_command(
 @click.command("slurm", context_settings={"allow_interspersed_args": False})
 @_of_run
 @click.option("--nodes", **_NUMBER, default=1, show_default=True, help="Nodes.")
-@click.option("--gpus", **_NUMBER, default=0, help="GPUs on each node; torchrun starts a process for each.")
+@click.option(
+    "--gpus-per-node", "gpus", **_NUMBER, default=0, help="GPUs on each node; torchrun starts a process for each."
+)
 @click.option("--time", metavar="TIME", help="Time limit, such as 12:00:00; the job resumes after it.")
 @click.option("--mem", metavar="SIZE", help="Memory of each node, such as 64G.")
-@click.option("--cpus", **_NUMBER, help="Cores of each node.")
+@click.option(
+    "--cpus",
+    **_NUMBER,
+    help="Cores of each node; default: the cluster's, and at least one for each of torchrun's processes.",
+)
 @click.option("--partition", metavar="NAME", help="Partition.")
 @click.option("--account", metavar="NAME", help="Account.")
 @click.option("--array", metavar="RANGE", help="Several jobs, told apart by SLURM_ARRAY_TASK_ID, such as 0-3.")

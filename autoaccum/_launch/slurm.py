@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 WARN_S = 120
 RESTARTS = 20
 # The script depends on these.
-_OWN = {"signal", "requeue", "no-requeue", "open-mode", "nodes", "ntasks-per-node", "wrap", "parsable", "test-only"}
+_OWN = {"signal", "requeue", "no-requeue", "open-mode", "ntasks-per-node", "wrap", "parsable", "test-only"}
+_OPTIONS = {"nodes", "gpus-per-node"}  # of ours
 _MOST_SLURM = 2**31 - 1  # its numbers have 32 bits
 
 _SCRIPT = """\
@@ -115,13 +117,13 @@ class Submission:
         """
         self._check()
         given: dict[str, str | int | None] = {"job-name": self.name, "nodes": self.nodes}
-        given |= {"gpus-per-node": self.gpus or None, "output": "%x-%j.out"}
+        given |= {"gpus-per-node": self.gpus or None, "mincpus": self._least_cores, "output": "%x-%j.out"}
         if self.sbatch.get("array"):
             given["output"] = "%x-%A_%a.out"
         given |= {name: value for name, value in self.sbatch.items() if value is not None}
         own = f"{shlex.quote(sys.executable)} -m autoaccum"
         cpus = self.sbatch.get("cpus-per-task")  # which srun does not take over from sbatch
-        srun = f"srun --kill-on-bad-exit=1{'' if cpus is None else f' --cpus-per-task={cpus}'}"
+        srun = "srun --kill-on-bad-exit=1" + ("" if cpus is None else f" --cpus-per-task={shlex.quote(str(cpus))}")
         setup = _RENDEZVOUS if self._uses_torchrun and self.nodes > 1 else ""
         if self.preflight is not None:
             setup += f"srun --nodes=1 --ntasks=1 {own} report {shlex.quote(self.preflight)} || exit\n"
@@ -140,6 +142,21 @@ class Submission:
     @property
     def _uses_torchrun(self) -> bool:
         return Path(self.command[0]).name == "torchrun"
+
+    @property
+    def _least_cores(self) -> int | None:
+        """A core for each of torchrun's ranks on a node: Slurm gives a task one. None where the user or nothing says.
+
+        Only a least number, so that what the cluster gives with a GPU stays.
+        """
+        if not self._uses_torchrun or any(name.startswith("cpus-per-") and self.sbatch[name] for name in self.sbatch):
+            return None
+        ranks = str(self.gpus)
+        for word, following in pairwise([*self.command, ""]):
+            name, equals, value = word.partition("=")
+            if name.replace("_", "-") == "--nproc-per-node":
+                ranks = value if equals else following
+        return int(ranks) if ranks.isdecimal() and int(ranks) > 1 else None
 
     def _launched(self) -> str:
         """Return the command, quoted; torchrun gets those of its options that follow from the job and are not given."""
@@ -172,14 +189,11 @@ class Submission:
         for name, value in {"nodes": self.nodes, "warn-before": self.warn_s}.items():
             if not 1 <= value <= _MOST_SLURM:
                 raise InvalidInputError(f"--{name} {value} must be from 1 to {_MOST_SLURM}")
-        for name, value in {"gpus": self.gpus, "max-restarts": self.restarts}.items():
+        for name, value in {"gpus-per-node": self.gpus, "max-restarts": self.restarts}.items():
             if not 0 <= value <= _MOST_SLURM:
                 raise InvalidInputError(f"--{name} {value} must be from 0 to {_MOST_SLURM}")
         for name, text in self.sbatch.items():
-            if name in _OWN:
-                raise InvalidInputError(f"--slurm {name} is set by autoaccum itself; leave it out")
-            if "\n" in str(text) or not name.replace("-", "").isalnum():
-                raise InvalidInputError(f"--slurm {name}={text!r} is not an option of sbatch; write --slurm KEY=VALUE")
+            _check_option(name, str(text))
         if "/" in self.name:
             raise InvalidInputError(f"--job-name {self.name} cannot be part of a file's name; leave out the slash")
         names = {word.split("=")[0].replace("_", "-") for word in self.command}
@@ -190,6 +204,15 @@ class Submission:
                 else world_size_of(self.command, {"SLURM_NTASKS": str(self.nodes)})
             )
             sizes_within(self.run.target_batch, ranks)
+
+
+def _check_option(name: str, text: str) -> None:
+    if name in _OWN:
+        raise InvalidInputError(f"--slurm {name} is set by autoaccum itself; leave it out")
+    if name in _OPTIONS:
+        raise InvalidInputError(f"--slurm {name}={text} is an option of autoaccum's own; write --{name} {text}")
+    if "\n" in text or not name.replace("-", "").isalnum():
+        raise InvalidInputError(f"--slurm {name}={text!r} is not an option of sbatch; write --slurm KEY=VALUE")
 
 
 def submit(submission: Submission) -> str:

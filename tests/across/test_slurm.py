@@ -196,6 +196,17 @@ def test_a_requeue_that_fails_is_told(submit, tmp_path):
     )
 
 
+def test_each_rank_of_torchrun_has_a_core(submit, tmp_path):
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text("#!/bin/sh\necho $SLURM_CPUS_ON_NODE cores\n")
+    torchrun.chmod(0o755)
+
+    job = submit("", launcher=(torchrun, "--nproc-per-node=3"))
+
+    assert job.ended() == "COMPLETED", job.log
+    assert "3 cores" in job.log
+
+
 @pytest.mark.slow  # torch is imported by two processes
 def test_torchrun_starts_a_rank_for_each_process(submit):
     torchrun = os.path.join(os.path.dirname(sys.executable), "torchrun")  # noqa: PTH118, PTH120 - not resolved

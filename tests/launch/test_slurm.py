@@ -27,7 +27,7 @@ def training_of(lines):
 
 def test_a_script_is_short_and_says_what_was_asked():
     lines = script(
-        "--time", "12:00:00", "--gpus", 4, "--mem", "64G", "--slurm", "exclusive", "--", "python", "train.py"
+        "--time", "12:00:00", "--gpus-per-node", 4, "--mem", "64G", "--slurm", "exclusive", "--", "python", "train.py"
     )
 
     header = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
@@ -61,8 +61,11 @@ def test_arguments_are_quoted_and_placeholders_reach_run():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--gpus", 8], "torchrun --nproc-per-node=8 --standalone train.py"),
-        (["--gpus", 8, "--nodes", 2], "torchrun --nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d " + RENDEZVOUS),
+        (["--gpus-per-node", 8], "torchrun --nproc-per-node=8 --standalone train.py"),
+        (
+            ["--gpus-per-node", 8, "--nodes", 2],
+            "torchrun --nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d " + RENDEZVOUS,
+        ),
     ],
 )
 def test_torchrun_gets_what_follows_from_the_job(options, words):
@@ -70,6 +73,30 @@ def test_torchrun_gets_what_follows_from_the_job(options, words):
 
     assert training_of(lines).endswith(words)
     assert any(line.startswith("head=") for line in lines) == ("--nodes" in options)
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "cores"),
+    [
+        (["--gpus-per-node", 8], ["torchrun", "train.py"], "mincpus=8"),
+        (["--gpus-per-node", 8], ["torchrun", "--nproc_per_node", "4", "train.py"], "mincpus=4"),
+        ([], ["torchrun", "--nproc-per-node=4", "train.py"], "mincpus=4"),
+        (["--gpus-per-node", 8, "--cpus", 64], ["torchrun", "train.py"], "cpus-per-task=64"),
+        (["--gpus-per-node", 8, "--slurm", "cpus-per-gpu=6"], ["torchrun", "train.py"], "cpus-per-gpu=6"),
+        (["--gpus-per-node", 8], ["python", "train.py"], None),
+    ],
+)
+def test_each_rank_of_torchrun_has_a_core_if_nothing_else_is_asked(options, command, cores):
+    lines = [line.removeprefix("#SBATCH --") for line in script(*options, "--", *command) if "cpus" in line]
+
+    assert [line for line in lines if "srun" not in line] == ([] if cores is None else [cores])
+
+
+def test_no_value_of_an_option_becomes_a_command():
+    lines = script("--slurm", "cpus-per-task=1; touch x", "--slurm", "comment=$(touch x)", "--", "python", "train.py")
+
+    assert "#SBATCH --comment='$(touch x)'" in lines
+    assert training_of(lines).endswith("srun --kill-on-bad-exit=1 --cpus-per-task='1; touch x' python train.py")
 
 
 def test_a_preflight_ends_the_job_if_the_report_does():
@@ -118,10 +145,14 @@ def test_any_bytes_are_submitted_and_a_folder_that_cannot_be_written_to_hides_no
     [
         (["--slurm", "=7", "--", "x"], "is not an option of sbatch"),
         (["--job-name", "two\nlines", "--", "x"], "is not an option of sbatch"),
+        (["--slurm", "gpus-per-node=4", "--", "x"], "write --gpus-per-node 4"),
         (["--job-name", "a/b", "--", "x"], "--job-name a/b cannot be part of a file's name"),
         (["--target-batch", 7, "--nodes", 2, "--", "x", "{micro_batch}"], "cannot be divided by 2 ranks"),
         (["--target-batch", 7, "--world-size", 3, "--", "x", "{micro_batch}"], "cannot be divided by 3 ranks"),
-        (["--target-batch", 4, "--gpus", 8, "--", "torchrun", "{micro_batch}"], "cannot be divided by 8 ranks"),
+        (
+            ["--target-batch", 4, "--gpus-per-node", 8, "--", "torchrun", "{micro_batch}"],
+            "cannot be divided by 8 ranks",
+        ),
     ],
 )
 def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, said):
