@@ -68,7 +68,7 @@ class GPUAnswers:
         """Return a property of the GPU.
 
         Raises:
-            UnknownOfCardError: It is not in the table.
+            UnknownOfGPUError: It is not among those known without the GPU.
         """
         if name.startswith("_"):  # what copy and pickle look for
             raise AttributeError(name)
