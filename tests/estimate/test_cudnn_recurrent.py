@@ -56,7 +56,7 @@ def test_results_are_those_of_the_real_layer(name):
 
 
 def test_an_lstm_takes_what_it_took_on_an_h200():
-    """4 layers of 1024, 64 samples of 256 time steps, in float32; the sizes are those of a snapshot of its allocator."""
+    """4 layers of 1024, 64 samples of 256 time steps, in float32; sizes are those of its allocator."""
     _, timeline = called(nn.LSTM(1024, 1024, 4), 256, 64, 1024)
 
     reserve, workspace = 1_543_504_128, 580_911_872
