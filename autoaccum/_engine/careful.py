@@ -169,6 +169,8 @@ class CarefulPath:
             let_go(error)
             weights.is_checked = True  # it is tried again when the next check is due
             step.memory.release()
+            if not self._before_trying.is_restored:  # which failed, too; once more, or else the window fails
+                self._before_trying.restore()
         self._before_trying.forget()
         step.memory.trim()  # the window needs it
 

@@ -358,6 +358,8 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
             return
         said = event.message
         step.memory.release()
+        if not mark.is_restored:
+            mark.restore()
     objective.check_anew()
     raise whole_does_not_fit(step, said, Phase.WEIGH, _TRIES_TO_WEIGH)
 

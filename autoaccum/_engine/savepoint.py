@@ -60,9 +60,14 @@ class Savepoint:
         modules: The model, and losses that are modules.
         device: Its random generator is saved beside the CPU's.
         functions: Losses, closures and splits: modules, metrics and generators that they reach are saved as well.
+
+    Attributes:
+        random: The random generators.
+        is_restored: Whether the last `restore` has ended: False if memory ran out in it. It can be called again.
     """
 
     random: RandomState
+    is_restored = True
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device, functions: Iterable[Any] = ()) -> None:
         self._modules = list(modules)
@@ -146,6 +151,7 @@ class Savepoint:
         Args:
             with_attributes: Whether also plain attributes, if they were saved.
         """
+        self.is_restored = False
         if self._attributes is not None and with_attributes:
             self._attributes.put_back()
         with torch.no_grad():
@@ -162,6 +168,7 @@ class Savepoint:
         for attributes, counted in self._counted:
             _put_back(attributes, counted)
         self.random.put_back()
+        self.is_restored = True
 
     def expect(self, writes: Mapping[Any, int]) -> None:
         """Take these writes, by key (a parameter's id) how often a version counter moved, for no change."""

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import autoaccum
+from faults import differences, state_of
 
 SAMPLES = 12
 
@@ -442,3 +444,78 @@ def test_check_leaves_gradients_of_what_is_no_parameter_alone():
     autoaccum.Accumulator(model, loss=loss, forward=forward, device="cpu", micro_batch=4).backward(batch)
 
     torch.testing.assert_close(delta.grad, expected)
+
+
+class Resizes(nn.Module):
+    """Resizes a buffer to its input in each pass, so that putting it back takes memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("offset", torch.zeros(6, 4))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs):
+        self.passes += 1
+        self.offset.resize_(inputs.shape).fill_(0.5)
+        return self.layer(functional.dropout(inputs + self.offset, 0.5, self.training))
+
+
+class NoRoomFor(TorchDispatchMode):
+    """Runs out of memory when a tensor is resized for the n-th time."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if str(operator).startswith("aten.resize_"):
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return operator(*args, **(kwargs or {}))
+
+
+def resizing(loss, precision, sizes=(6, 6)):
+    model = Resizes()
+    plan, batch = autoaccum.Plan(SAMPLES, sizes), (torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % 3)
+    return autoaccum.Runner(model, None, plan, loss=loss, device="cpu", precision=precision), model, batch
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. forward.. moves offset, passes")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), functional.cross_entropy], ids=["of torch", "function"])
+def test_memory_that_runs_out_while_the_state_before_a_check_is_put_back_changes_nothing_but_the_cut(loss, precision):
+    def stepped(number, sizes=(6, 6)):
+        runner, model, batch = resizing(loss, precision, sizes)
+        with NoRoomFor(number) as fault:
+            report = runner.step(batch)
+        return fault.left <= 0, report.micro_batches, state_of(model, runner.optimizer)
+
+    number, has_failed = 0, True
+    while has_failed:
+        number += 1
+        has_failed, cut, state = stepped(number)
+        assert differences(state, stepped(0, cut)[2]) == [], number
+    assert number > 5
+
+
+def test_memory_that_runs_out_while_the_state_before_a_check_in_an_evaluation_is_put_back_counts_no_pass_twice():
+    def own(outputs, targets):
+        return functional.cross_entropy(outputs, targets)
+
+    def evaluated(number):
+        runner, model, batch = resizing(own, "fp32")
+        sizes = []
+        model.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+        with NoRoomFor(number) as fault:
+            runner.evaluate([batch])
+        return fault.left <= 0, sizes[-2:], int(model.passes)
+
+    number, has_failed = 0, True
+    while has_failed:
+        number += 1
+        has_failed, sizes, passes = evaluated(number)
+        assert passes == (2 if sizes == [6, 6] else 3), number
+    assert number > 5

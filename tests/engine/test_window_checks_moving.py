@@ -253,9 +253,7 @@ def test_loss_that_moves_is_warned_of_by_fit_and_accumulator_alike():
             nn.Linear(WIDTH, WIDTH).double(), [a_batch()], 12, loss=Centred(), micro_batch=4, progress=False,
             device="cpu",
         )  # fmt: skip
-    accumulator = autoaccum.Accumulator(
-        nn.Linear(WIDTH, WIDTH).double(), plan=autoaccum.plan(12, 4), loss=Centred(), device="cpu"
-    )
+    accumulator = autoaccum.Accumulator(nn.Linear(WIDTH, WIDTH).double(), loss=Centred(), micro_batch=4, device="cpu")
     with pytest.warns(LossWarning, match=r"forward\(\) moves center"):
         report = accumulator.backward(a_batch())
 
