@@ -1,5 +1,8 @@
 """Trainings that go on with another number of processes; alone where `size` is 1."""
 
+import math
+
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
@@ -35,7 +38,24 @@ def two_generators(samples):
     return DataLoader(samples, batch_size=BATCH, sampler=sampler, generator=torch.Generator().manual_seed(6))
 
 
-LOADERS = {made.__name__: made for made in (in_order, shuffled, own_generator, workers, weighted, two_generators)}
+class OfNumPy:
+    def __init__(self, samples):
+        self.samples, self.rng = samples, np.random.default_rng(7)
+
+    def __len__(self):
+        return math.ceil(self.samples / BATCH)
+
+    def __iter__(self):
+        order = self.rng.permutation(self.samples).tolist()
+        return iter([order[start : start + BATCH] for start in range(0, self.samples, BATCH)])
+
+
+def of_numpy(samples):
+    return DataLoader(samples, batch_sampler=OfNumPy(len(samples)))
+
+
+MADE = (in_order, shuffled, own_generator, workers, weighted, two_generators, of_numpy)
+LOADERS = {made.__name__: made for made in MADE}
 
 
 def train(

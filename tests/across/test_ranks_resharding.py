@@ -28,7 +28,7 @@ def test_order_of_several_ranks_is_that_of_one_process(crew, kind):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-@pytest.mark.parametrize("kind", ["in_order", "own_generator"])
+@pytest.mark.parametrize("kind", ["in_order", "own_generator", "of_numpy"])
 def test_run_goes_on_after_an_epoch_with_any_number_of_processes(crew, tmp_path, before, after, kind):
     expected = run(crew, None, 1, kind=kind, steps=ALL)
     run(crew, str(tmp_path), before, kind=kind, steps=None, epochs=1)
@@ -58,6 +58,17 @@ def test_run_between_epochs_goes_on_with_the_generators_of_its_loader(crew, tmp_
     found = run(crew, str(tmp_path), 2, kind="own_generator", steps=None)
 
     assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
+
+
+@pytest.mark.parametrize(("shard", "stop"), [(True, EPOCH + 2), (False, 2 * EPOCH + 1)])
+def test_run_within_a_later_epoch_goes_on_with_the_generator_of_its_sampler(crew, tmp_path, shard, stop):
+    arguments = {"size": 2, "kind": "of_numpy", "shard": shard}
+    expected = crew.run("rank_resharding:train", None, steps=stop + 2, **arguments)
+    crew.run("rank_resharding:train", str(tmp_path), steps=stop, **arguments)
+
+    found = crew.run("rank_resharding:train", str(tmp_path), steps=stop + 2, **arguments)
+
+    assert far(found[0]["parameters"], expected[0]["parameters"]) == 0.0
 
 
 def test_random_state_of_ranks_goes_on_where_the_loader_draws_from_it_too(crew, tmp_path):

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import autoaccum
+from helpers import a_few_of
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -291,6 +292,9 @@ EXACT = {
     "a state and torch's sampler": of(
         lambda: RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(3)), StatefulDataLoader
     ),
+    "a state and a generator that it shares with its sampler": lambda: StatefulDataLoader(
+        Numbers(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
     "a state and an iterable dataset": lambda: StatefulDataLoader(Stream(), BATCH),
     "a state and a distributed sampler": of(
         lambda: StatefulDistributedSampler(range(SAMPLES), 1, 0), StatefulDataLoader
@@ -298,8 +302,15 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("stops", [(1, 6), (STEPS_PER_EPOCH, 5), (7, 10)], ids=str)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [
+        *a_few_of(EXACT, [(1, 6), (STEPS_PER_EPOCH, 5), (7, 10)]),
+        ("a state and an iterable dataset", (2, 3)),
+        ("a state and a distributed sampler", (STEPS_PER_EPOCH,)),
+        ("a state and a generator that it shares with its sampler", (6,)),
+    ],
+)
 def test_resumed_run_reads_what_the_uninterrupted_one_would_have_read(tmp_path, name, stops):
     windows, words = resumed(EXACT[name], tmp_path, stops)
 
