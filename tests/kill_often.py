@@ -15,11 +15,14 @@ import random
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
 
 from long_runs import Run
+
+warnings.filterwarnings("ignore", r"autoaccum: forward\(\) moves mean")  # in a buffer, which is to be kept
 
 EPOCHS = 12
 MOST_WINDOWS = 4  # of a life, where the signal comes after them

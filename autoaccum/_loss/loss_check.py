@@ -544,7 +544,10 @@ class TrialLosses:
     def _look_for_state(self, source: _Pass, whole: Mapping[str, Run], sample: Window) -> None:
         """Warn of attributes that passes move, if they make a difference: not of an attention kept to be looked at."""
         names = self.mark.moved_attributes() if self.tells_of_state else []
-        if whole and names and self._depends_on_state(source, whole, sample, with_buffers=False):
+        # A flag that a buffer is filled makes a difference beside the empty buffer alone.
+        if whole and names and all(
+            self._depends_on_state(source, whole, sample, with_buffers=also_buffers) for also_buffers in (False, True)
+        ):
             self.weights.warn_of_state(names)
 
     def _depends_on_state(

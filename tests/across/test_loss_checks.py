@@ -414,7 +414,6 @@ class Begins(nn.Module):
         return self.layer(inputs) * self.scale
 
 
-@pytest.mark.filterwarnings("ignore:autoaccum. forward.. moves scale")
 def test_pass_for_the_weights_of_pairs_leaves_flags_as_they_were():
     model, (batch, *_) = Begins(), [*batches(1)]
 
@@ -483,7 +482,6 @@ def resizing(loss, precision, sizes=(6, 6)):
     return autoaccum.Runner(model, None, plan, loss=loss, device="cpu", precision=precision), model, batch
 
 
-@pytest.mark.filterwarnings("ignore:autoaccum. forward.. moves offset, passes")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), functional.cross_entropy], ids=["of torch", "function"])
 def test_memory_that_runs_out_while_the_state_before_a_check_is_put_back_changes_nothing_but_the_cut(loss, precision):

@@ -10,6 +10,11 @@ from faults import FailAt, differences, state_of
 from helpers import runner_of
 
 
+def doubts_of(report):
+    """What is warned of, but for the buffer in which the model counts its passes."""
+    return [text for text in report.warnings if not text.startswith("forward() moves calls")]
+
+
 class Between(nn.Module):
     def __init__(self, mix, between=None, width=4):
         super().__init__()
@@ -93,7 +98,7 @@ def test_a_model_that_takes_no_parts_of_a_check_is_trained_with_a_loss_of_torch(
     distance, report = train(model, nn.MSELoss(), pair(), (6, 6))
 
     assert distance < 1e-12
-    assert not report.warnings
+    assert not doubts_of(report)
 
 
 class OnlyFour(nn.Linear):
@@ -241,7 +246,7 @@ def test_layers_of_torch_are_trained(between, loss):
 def test_random_augmentation_in_forward_is_trained(loss):
     _, report = train(Between(lambda x: x + torch.randn_like(x)).double(), loss, pair())
 
-    assert not report.warnings
+    assert not doubts_of(report)
 
 
 def test_buffer_that_moves_leaves_the_loss_checked():
@@ -284,4 +289,4 @@ def test_pairs_that_odd_micro_batches_do_not_hold_are_trained_in_even_ones():
     )
 
     assert distance < 1e-12
-    assert not report.warnings
+    assert not doubts_of(report)
