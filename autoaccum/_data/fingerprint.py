@@ -25,7 +25,7 @@ _MOST = 1_000
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(batch: Any) -> int:
+def fingerprint_of(batch: Any) -> int:
     """Return a checksum of a sample of what is in a batch."""
     checksum, waiting, left = 0, [batch], _MOST
     while waiting and left:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autoaccum._data.fingerprint import fingerprint
+from autoaccum._data.fingerprint import fingerprint_of
 from autoaccum._data.random_state import is_generator, set_states, states_of
 from autoaccum.errors import CheckpointError
 
@@ -278,5 +278,5 @@ def _checksum(items: Any) -> int:
     if isinstance(items, np.ndarray):
         return zlib.crc32(items.tobytes())
     if not all(type(item) in (int, str) for item in items):  # whose own representation is faster
-        items = list(map(fingerprint, items))
+        items = list(map(fingerprint_of, items))
     return zlib.crc32(repr(items).encode())

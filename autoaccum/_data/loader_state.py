@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 from autoaccum._data.batches import count
-from autoaccum._data.fingerprint import fingerprint
+from autoaccum._data.fingerprint import fingerprint_of
 from autoaccum._data.loader_memory import LoaderMemory, data_loaders_in
 from autoaccum._data.loaders import (
     can_be_read_once,
@@ -145,7 +145,7 @@ class Track:
             raise
         self._drawn, self._before_last = self._drawn + 1, before
         if self._random is not None:
-            self._last = fingerprint(batch)
+            self._last = fingerprint_of(batch)
         return batch
 
     def begin(self, epoch: int) -> Self:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
-from autoaccum._distributed.described import lines_of, lines_of_module, parts_of, text_of
+from autoaccum._distributed.descriptions import lines_of, lines_of_module, parts_of, text_of
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._engine.finiteness import coming
 from autoaccum._engine.forward_backward import TrainingStep

@@ -195,6 +195,11 @@ class Savepoint:
         self._host_moves = self._host_moves or self.random.host_has_moved()
         return self._names(moved - empty)
 
+    def has_moved(self) -> bool:
+        """Whether buffers or plain attributes have moved since `take(with_attributes=True)`."""
+        with torch.no_grad():
+            return bool(self.moved_attributes()) or any(not _are_same(one, copy) for _, one, copy in self._copies())
+
     def moved_attributes(self) -> list[str]:
         """Return the names of plain attributes that have moved since `take(with_attributes=True)`."""
         return [] if self._attributes is None else self._attributes.moved()

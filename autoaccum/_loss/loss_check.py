@@ -545,8 +545,13 @@ class TrialLosses:
         """Warn of attributes that passes move, if they make a difference: not of an attention kept to be looked at."""
         names = self.mark.moved_attributes() if self.tells_of_state else []
         # A flag that a buffer is filled makes a difference beside the empty buffer alone.
-        if whole and names and all(
-            self._depends_on_state(source, whole, sample, with_buffers=also_buffers) for also_buffers in (False, True)
+        if (
+            whole
+            and names
+            and all(
+                self._depends_on_state(source, whole, sample, with_buffers=also_buffers)
+                for also_buffers in (False, True)
+            )
         ):
             self.weights.warn_of_state(names)
 
@@ -571,7 +576,7 @@ class TrialLosses:
             forms = forms_of(run, parts, again(seed=1).get(name), self.tolerance)
             each = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts)
             state = ""
-            if any(form.form is Form.UNCONFIRMED for form in forms):
+            if any(form.form is Form.UNCONFIRMED for form in forms) and self.mark.has_moved():
                 moved, same = again(with_buffers=False).get(name, run), again().get(name, run)
                 if _differ(run, moved, self.tolerance) and not _differ(run, same, self.tolerance):
                     state = f"; called again for all, it is {moved.value:.4g}: it depends on state that forward() moves"

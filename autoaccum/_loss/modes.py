@@ -34,6 +34,9 @@ class Mark(Protocol):
     def restore(self, *, with_attributes: bool = True) -> None:
         """Restore it, also plain attributes if they were saved."""
 
+    def has_moved(self) -> bool:
+        """Whether buffers or plain attributes have moved since."""
+
     def moved_attributes(self) -> list[str]:
         """Return the names of plain attributes that have moved since."""
 

@@ -280,6 +280,10 @@ def _check_others(content: Mapping[str, Any], own: Mapping[str, Any], optimizer:
             raise ValueError("the optimizer's parameters have other numbers")
         check_like("optimizer.param_groups", other, group)
     check_states(optimizer, kept["state"])
+    weights = content["optimizer"]["weights"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if weights is not None and list(map(_form, weights)) != list(map(_form, parameters)):
+        raise ValueError("the weights that the optimizer trains with are of other shapes than its parameters")
     for name in ("scheduler", "scaler"):
         if own[name] is not None:
             check_like(name, content[name], own[name])

@@ -48,6 +48,10 @@ def _states(value: object) -> bool:
     return type(value) is tuple
 
 
+def _tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _anything(_: object) -> bool:
     return True
 
@@ -89,6 +93,7 @@ _WHOLE = {
     "optimizer": {
         "type": _text,
         "parameters": [[_text]],
+        "weights": (None, [_tensor]),
         "state": {"state": {}, "param_groups": [{"params": [_count]}]},
     },
     "scheduler": (None, {"type": _text, "state": _anything}),

@@ -225,7 +225,7 @@ def test_a_buffer_registered_between_windows_survives_a_failure(error):
     if isinstance(error, ValueError):
         with pytest.raises(ValueError, match="own") as raised:
             runner.step(data())
-        assert not getattr(raised.value, "__notes__", [])
+        assert not any("had written" in note for note in raised.value.__notes__)
     else:
         assert runner.step(data()).oom_events == 1
     assert torch.equal(model.average, torch.ones(3))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from autoaccum._data.fingerprint import fingerprint
+from autoaccum._data.fingerprint import fingerprint_of
 
 
 @dataclass
@@ -50,7 +50,7 @@ def test_batches_that_differ_are_told_apart_and_equal_ones_are_not(name):
     def made(seed):
         for generator in (torch.manual_seed, random.seed, np.random.seed):
             generator(seed)
-        return fingerprint(BATCHES[name]())
+        return fingerprint_of(BATCHES[name]())
 
     assert made(1) == made(1)
     assert made(1) != made(2)
@@ -69,11 +69,11 @@ def test_batches_that_differ_are_told_apart_and_equal_ones_are_not(name):
     ids=["empty", "meta", "sparse", "nested", "objects", "array of objects"],
 )
 def test_whatever_a_loader_may_yield_has_one(batch):
-    assert fingerprint(batch) == fingerprint(batch)
+    assert fingerprint_of(batch) == fingerprint_of(batch)
 
 
 def test_objects_that_hold_one_another_come_to_an_end():
     graph = Graph(torch.ones(2))
     graph.whole = graph
 
-    assert fingerprint(graph) == fingerprint(graph)
+    assert fingerprint_of(graph) == fingerprint_of(graph)

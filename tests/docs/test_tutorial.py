@@ -25,7 +25,7 @@ def test_outputs_show_what_the_page_says_of_them():
     assert "can't allocate memory" in PRINTED["dies.py"].splitlines()[-1]
     assert re.search(r"plan from step \d: target batch 256; micro-batches [\dx+]+", PRINTED["trains.py"])
     assert PRINTED["resumes.py --power-cut"].splitlines()[-1] == "Killed"
-    assert "6 steps are done" in PRINTED["resumes.py"]
+    assert "resuming after step 6" in PRINTED["resumes.py"]
     assert LAST_LOSS.search(PRINTED["trains.py"])[1] == LAST_LOSS.search(PRINTED["resumes.py"])[1]
     assert re.search(r"256 in \d micro-batches, [\dx+]+, measured", PRINTED["reports.py"])
 
@@ -49,7 +49,7 @@ def test_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
 
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert "can't allocate memory" in said
-    assert "6 steps are done" in said
+    assert "resuming after step 6" in said
     assert "12 steps, accuracy 1.000" in said
     assert "fits  host memory: 256 in" in said
     whole, resumed = (float(loss) for loss in LAST_LOSS.findall(said))

@@ -586,7 +586,7 @@ def test_predictions_are_made_in_parts():
 
     expected = pl.Trainer(**QUIET).predict(Predicting(), loader)
     trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
-    found = trainer.predict(Predicting(most=5), loader)
+    found = trainer.predict(Predicting(most=6), loader)
 
     for one, other in zip(found, expected, strict=True):
         assert type(one) is Predicted
