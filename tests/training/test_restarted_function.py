@@ -102,6 +102,7 @@ def with_a_store_that_ends(rank, size, port, who):
     """Meet by a store in rank 0, which ends with it: in the function if it is `who`, or at once after it."""
     distributed.destroy_process_group()
     distributed.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=size)
+    distributed.barrier()  # or rank 0 could end while rank 1 still connects to it
 
     @autoaccum.find_executable_micro_batch(target=2)
     def train(micro_batch, accumulation_steps):
