@@ -182,13 +182,8 @@ class Savepoint:
             The names of the buffers and parameters that have; without buffers that were empty, and so collect
             something that somebody else takes out.
         """
-        with torch.no_grad():
-            moved = {key for key, tensor, copy in self._copies() if not _are_same(tensor, copy)}
-            moved |= self._moved_of_watched()
+        moved = self._moved()
         empty = {key for key, _, copy in self._copies() if not copy.numel()}
-        for table, kept in zip(self._tables, self._kept, strict=True):
-            held = dict(table)
-            moved |= {(id(table), name) for name in {**kept, **held} if held.get(name) is not kept.get(name)}
         if self._arranged or not moved <= self._moving:
             self._arranged = None  # copies of what does not move are not needed any more
         self._moving |= moved
@@ -196,9 +191,8 @@ class Savepoint:
         return self._names(moved - empty)
 
     def has_moved(self) -> bool:
-        """Whether buffers or plain attributes have moved since `take(with_attributes=True)`."""
-        with torch.no_grad():
-            return bool(self.moved_attributes()) or any(not _are_same(one, copy) for _, one, copy in self._copies())
+        """Whether buffers, parameters or plain attributes have moved since `take(with_attributes=True)`."""
+        return bool(self.moved_attributes() or self._moved())
 
     def moved_attributes(self) -> list[str]:
         """Return the names of plain attributes that have moved since `take(with_attributes=True)`."""
@@ -307,6 +301,16 @@ class Savepoint:
 
     def _copies(self) -> Iterator[_Saved]:
         return chain(self._single, *(small.saved for small in self._small))
+
+    def _moved(self) -> set[Any]:
+        """Return the keys of buffers and parameters that have changed since `take`, or have been replaced."""
+        with torch.no_grad():
+            moved = {key for key, tensor, copy in self._copies() if not _are_same(tensor, copy)}
+            moved |= self._moved_of_watched()
+        for table, kept in zip(self._tables, self._kept, strict=True):
+            held = dict(table)
+            moved |= {(id(table), name) for name in {**kept, **held} if held.get(name) is not kept.get(name)}
+        return moved
 
     def _moved_of_watched(self) -> set[Any]:
         """Return the keys of what is not copied and has changed: by its values, or else by versions and addresses."""

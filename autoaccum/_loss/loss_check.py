@@ -564,8 +564,9 @@ class TrialLosses:
             found = self._runs(source, sample, 0, sample.samples, **restored)
             return any(name in found and _differ(run, found[name], self.tolerance) for name, run in whole.items())
 
-        # As random numbers that are not seeded make every time.
-        return again(with_attributes=False, with_buffers=not with_buffers) and not again()
+        # The second as random numbers that are not seeded make every time.
+        has_moved = self.mark.has_moved()
+        return has_moved and again(with_attributes=False, with_buffers=not with_buffers) and not again()
 
     def _forms_of(
         self, name: str, run: Run, parts: Sequence[Run], again: Callable[..., Mapping[str, Run]]
