@@ -26,7 +26,6 @@ from autoaccum._data.loaders import (
     is_kept_by_its_state,
     samplers_of,
 )
-from autoaccum._data.worker_probe import may_move_in_workers
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import CheckpointError
 
@@ -321,7 +320,7 @@ class Track:
                 f"batch {position.batches} of epoch {position.epoch} is not the one before the interruption, and later "
                 f"ones may differ from an uninterrupted run too: {why}"
             )
-        elif any(map(may_move_in_workers, anew)):
+        elif anew:
             self.differences.append(
                 f"what the dataset draws or counts in its workers, if anything, differs from an uninterrupted run, "
                 f"since they begin anew ({cause})"
