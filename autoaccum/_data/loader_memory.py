@@ -92,11 +92,6 @@ class LoaderMemory:
             if is_generator(value) and path in states:
                 set_states([value], [states[path]])
 
-    def later(self) -> tuple[str, ...]:
-        """Return the generators that were not there when this object was made."""
-        generators = [path for path, _, _, value in self._walk() if is_generator(value)]
-        return tuple(path for path in generators if path not in self._first)
-
     def put_back(self, taken: Mapping[str, Any]) -> list[str]:
         """Restore what was taken, here or in another process; return the paths of what could not be."""
         restored = set()
@@ -119,20 +114,18 @@ class LoaderMemory:
                 restored.add(path)
         return sorted(taken.keys() - restored)
 
-    def check(self, taken: Mapping[str, Any], later: tuple[str, ...]) -> list[str]:
-        """Return which generators of the data are here, and were not where `taken` and `later` are from.
+    def check(self, taken: Mapping[str, Any]) -> list[str]:
+        """Return which generators of the data were there first, and are not among what was taken.
 
         Raises:
-            CheckpointError: The loader or its samplers have other generators.
+            CheckpointError: The loader or its samplers have such a generator.
         """
-        sides = [{path for path, value in side.items() if _is_state(value)} for side in (taken, self._first)]
-        there, here = sides[0].difference(later), sides[1]
-        of_orders = [sorted(filter(_is_of_order, side)) for side in (there, here)]
-        if of_orders[0] != of_orders[1]:
-            told = [f" ({', '.join(paths)})" if paths else "" for paths in of_orders]
+        there, here = ({path for path, value in side.items() if _is_state(value)} for side in (taken, self._first))
+        if any(map(_is_of_order, here - there)):
+            counts = [sum(map(_is_of_order, side)) for side in (there, here)]
             raise CheckpointError(
-                f"the checkpoint was made with a loader that has {len(of_orders[0])} random generators of its "
-                f"own{told[0]}, and this one has {len(of_orders[1])}{told[1]}; pass the same loader"
+                f"the checkpoint was made with a loader that has {counts[0]} random generators of its own, and this "
+                f"one has {counts[1]} ({', '.join(sorted(filter(_is_of_order, here)))}); pass the same loader"
             )
         return sorted(here - there)
 

@@ -60,7 +60,6 @@ class Position:
         before_last: The random state before the last batch was drawn.
         last: The fingerprint of the last batch.
         memory: What the loader's parts kept before the epoch's iterator was created.
-        later: The generators in it that were not there when the training began.
         loader_state: The `state_dict` of a loader that is to come back by it, else None.
         generators: Those of the loader's parts, now, if it is to come back by its state: they may have drawn otherwise.
         state_at: After how many batches of the epoch that was; -1 if at the end of the epoch before.
@@ -77,7 +76,6 @@ class Position:
     before_last: RandomStates | None = None
     last: int | None = None
     memory: dict[str, Any] = field(default_factory=dict)
-    later: tuple[str, ...] = ()
     loader_state: Any = None
     state_at: int = -1
     generators: dict[str, Any] = field(default_factory=dict)
@@ -154,8 +152,7 @@ class Track:
             if callable(getattr(sampler, "set_epoch", None)):  # a DistributedSampler's, which counts from 0
                 sampler.set_epoch(epoch - 1)
         if self._random is not None:
-            memory, later = self._memory.take_what_moves(), self._memory.later()
-            self._at = replace(self._at, start=self._random.take(), memory=memory, later=later)
+            self._at = replace(self._at, start=self._random.take(), memory=self._memory.take_what_moves())
         self._batches = iter(self._loader)
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
@@ -195,8 +192,7 @@ class Track:
 
     def at_start(self, epoch: int) -> Position:
         """Return the position before an epoch, with the previous one complete."""
-        memory, later = self._memory.take_what_moves(), self._memory.later()
-        return Position(epoch, memory=memory, later=later, loader_state=self._state_at_end)
+        return Position(epoch, memory=self._memory.take_what_moves(), loader_state=self._state_at_end)
 
     def go_to(self, position: Position) -> Self:
         """Return to `position`, and return the epoch's remaining batches.
@@ -210,7 +206,7 @@ class Track:
         """
         self._check_that_nothing_is_lost(position)
         self.close()
-        new = self._memory.check(position.memory, position.later)
+        new = self._memory.check(position.memory)
         self.differences = [f"{_listed(new)} of the loader cannot be restored from this checkpoint"] if new else []
         self._state_at_end = position.loader_state if position.state_at < 0 else None
         stand = any(getattr(one, "_iterator", None) is not None for one in self._data_loaders)
@@ -248,7 +244,7 @@ class Track:
             self._go_to_start(position)
             self._random.put_back(position.start)
             self.begin(position.epoch)
-        self._at = replace(self._at, start=position.start, memory=position.memory, later=position.later)
+        self._at = replace(self._at, start=position.start, memory=position.memory)
         while self._drawn < position.batches - 1:
             self._draw_again(position)
         if position.batches:

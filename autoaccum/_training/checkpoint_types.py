@@ -64,7 +64,6 @@ _POSITION = {
     **dict.fromkeys(("start", "before_last"), (None, _states)),
     "last": (None, _whole),
     "memory": {},
-    "later": [_text],
     "loader_state": _anything,
     "state_at": _whole,
     **dict.fromkeys(("length", "batch_size", "samples"), (None, _count)),
