@@ -49,24 +49,22 @@ class LoaderMemory:
         self._loader = getattr(loader, "whole_loader", loader)
         held = _held_by(self._loader)
         self._orders = {path: list(_keys_of(value)) for path, _, _, value in held if _has_order(value)}
-        self._generators: dict[str, Any] = {}
         self._first = self.take()
         self._moving: set[str] = set()  # numbers that have ever changed; the others are settings
 
     def take(self) -> dict[str, Any]:
         """Return all numbers, the states of generators, and orders that have changed; they are never modified."""
         taken: dict[str, Any] = {}
-        self._generators = {}
         for path, _, _, value in _held_by(self._loader):
             if _is_number(value):
                 taken[path] = value
             elif is_generator(value):
-                self._generators[path] = value
+                (taken[path],) = states_of([value])
             elif path in self._orders and _has_order(value):
                 first, now = self._orders[path], _keys_of(value)
                 if now != first and Counter(now) == Counter(first):
                     taken[path] = list(now)
-        return taken | self.generators_now()
+        return taken
 
     def take_what_moves(self) -> dict[str, Any]:
         """Return what `take` does, without numbers that have not changed since this object was made."""
@@ -75,16 +73,6 @@ class LoaderMemory:
             if _is_number(value) and value != self._first.get(path, value):
                 self._moving.add(path)
         return {path: value for path, value in taken.items() if not _is_number(value) or path in self._moving}
-
-    def generators_now(self) -> dict[str, Any]:
-        """Return the states of the generators that `take` found last."""
-        return {path: states_of([generator])[0] for path, generator in self._generators.items()}
-
-    def set_generators(self, states: Mapping[str, Any]) -> None:
-        """Restore the states that `generators_now` has returned, here or in another process."""
-        for path, _, _, value in _held_by(self._loader):
-            if is_generator(value) and path in states:
-                set_states([value], [states[path]])
 
     def put_back(self, taken: Mapping[str, Any]) -> list[str]:
         """Restore what was taken, here or in another process; return the paths of what could not be."""

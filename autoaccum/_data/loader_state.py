@@ -21,7 +21,6 @@ from autoaccum._data.fingerprint import fingerprint_of
 from autoaccum._data.loader_memory import LoaderMemory, data_loaders_in
 from autoaccum._data.loaders import (
     can_be_read_once,
-    forget_places,
     is_kept_between_epochs,
     is_kept_by_its_state,
     samplers_of,
@@ -61,7 +60,6 @@ class Position:
         last: The fingerprint of the last batch.
         memory: What the loader's parts kept before the epoch's iterator was created.
         loader_state: The `state_dict` of a loader that is to come back by it, else None.
-        generators: Those of the loader's parts, now, if it is to come back by its state: they may have drawn otherwise.
         state_at: After how many batches of the epoch that was; -1 if at the end of the epoch before.
         length: `len` of the loader; None if it has none.
         batch_size: `batch_size` of the loader; None if it has none.
@@ -78,7 +76,6 @@ class Position:
     memory: dict[str, Any] = field(default_factory=dict)
     loader_state: Any = None
     state_at: int = -1
-    generators: dict[str, Any] = field(default_factory=dict)
     length: int | None = None
     batch_size: int | None = None
     samples: int | None = None
@@ -186,7 +183,6 @@ class Track:
             last=self._last,
             loader_state=state,
             state_at=state_at,
-            generators=self._memory.generators_now() if state is not None else {},
             put_back=window.used == 0,
         )
 
@@ -225,7 +221,6 @@ class Track:
         # numbers for an epoch that turns out to be finished.
         if was_loaded := self._comes_by_its_state(position):
             self._load(position, lambda: iter(self._loader))
-            forget_places(self._loader)
         else:
             self._start_workers_that_stay(position.epoch)
         self._put_back_memory(position)
@@ -257,9 +252,6 @@ class Track:
                         f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
                         f"{position.epoch}, but now that batch holds {samples}; {_SAME}"
                     )
-        if was_loaded:
-            with _refusals_explained(self._loader):
-                self._memory.set_generators(position.generators)
         return was_loaded
 
     def _comes_by_its_state(self, position: Position) -> bool:

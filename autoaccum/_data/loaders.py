@@ -105,13 +105,14 @@ def samplers_of(loader: Any) -> tuple[Any, ...]:
 def is_kept_by_its_state(loader: Any, state: Any) -> bool:
     """Whether the `state_dict` of a loader brings it back exactly; else its epoch is to be read again.
 
-    Of torchdata's StatefulDataLoader, it does for data with a state, and for data with indices and without generators,
-    if samplers have a state too: it asks the others for another iterator, which may draw again. It counts batches
-    twice when it returns to a place in iterable data without a state, and reads them again as well.
+    Of torchdata's StatefulDataLoader, it does for data with a state, and for data with indices, if no generator was
+    passed and samplers have a state too: it asks the others for another iterator, which may draw again. It counts
+    batches twice when it returns to a place in iterable data without a state, and reads them again as well.
     """
     if is_kept_between_epochs(loader, state):
         return True
-    if isinstance(loader.dataset, IterableDataset) or generators_of((loader.dataset, loader.collate_fn)):
+    held = (loader.dataset, loader.collate_fn, loader.generator)
+    if isinstance(loader.dataset, IterableDataset) or generators_of(held):
         return False
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if _is_torchdatas(sampler) and isinstance(sampler, BatchSampler):
@@ -129,13 +130,6 @@ def is_kept_between_epochs(loader: Any, state: Any) -> bool:
     That of a StatefulDataLoader is needed for its data alone: its samplers might begin where they have ended.
     """
     return not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__) or _holds_data(state)
-
-
-def forget_places(loader: Any) -> None:
-    """Let torchdata's StatefulDistributedSampler begin at its beginning, though it was given a state."""
-    for sampler in samplers_of(loader):
-        if _is_torchdatas(sampler) and hasattr(sampler, "next_yielded"):
-            sampler.next_yielded = None
 
 
 def _is_torchdatas(sampler: Any) -> bool:
