@@ -101,7 +101,7 @@ class Track:
         self._loader: Any = loader
         self._random: Any = random  # None where no position is asked for
         self._has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-        self._keeps_state = self._has_state and random is not None
+        self._keeps_state = self._has_state and random is not None and is_kept_by_its_state(loader)
         watched = None if random is None else getattr(loader, "whole_loader", loader)
         self._memory, self._data_loaders = LoaderMemory(watched), data_loaders_in(watched)
         self.differences: list[str] = []
@@ -134,8 +134,8 @@ class Track:
             batch = next(self._batches)
         except StopIteration:
             # Kept separately: from this state, a loader starts the next epoch.
-            state, self._is_at_end = self._loader_state(), True
-            self._state_at_end = state if is_kept_between_epochs(self._loader, state) else None
+            self._is_at_end = True
+            self._state_at_end = self._loader_state() if is_kept_between_epochs(self._loader) else None
             raise
         self._drawn, self._before_last = self._drawn + 1, before
         if self._random is not None:
@@ -154,14 +154,9 @@ class Track:
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
             _read_from.add(self._loader)
-        self._keeps_state = self._has_state and self._random is not None
-        state = self._loader_state()
-        if self._keeps_state and not is_kept_by_its_state(self._loader, state):
-            self._keeps_state, state = False, None
         # That of the end before stands for the beginning: what a sampler says after its first epoch and before its next
         # batch may be of either.
-        is_first = epoch == 1 or self._random is None
-        self._states = [(0, state) if is_first else (-1, self._state_at_end)]
+        self._states = [(0, self._loader_state()) if epoch == 1 else (-1, self._state_at_end)]
         return self
 
     def close(self) -> None:
@@ -205,14 +200,13 @@ class Track:
         new = self._memory.check(position.memory)
         self.differences = [f"{_listed(new)} of the loader cannot be restored from this checkpoint"] if new else []
         self._state_at_end = position.loader_state if position.state_at < 0 else None
-        stand = any(getattr(one, "_iterator", None) is not None for one in self._data_loaders)
         if position.start is None:
             was_loaded, is_same = self._go_to_start(position), True
         else:
             self._check_that_it_is_the_same(position)
             was_loaded = self._go_into(position)
             is_same = self._last == position.last
-        self._tell_what_differs(position, is_same=is_same, was_loaded=was_loaded, stand=stand and not was_loaded)
+        self._tell_what_differs(position, is_same=is_same, was_loaded=was_loaded)
         return self
 
     def _go_to_start(self, position: Position) -> bool:
@@ -283,27 +277,23 @@ class Track:
                 "numbers that are there from the beginning can"
             )
 
-    def _tell_what_differs(self, position: Position, *, is_same: bool, was_loaded: bool, stand: bool) -> None:
+    def _tell_what_differs(self, position: Position, *, is_same: bool, was_loaded: bool) -> None:
         """Say what a return to a position cannot restore.
 
         Args:
             position: The position.
             is_same: Whether the last batch is as it was before.
             was_loaded: Whether the loader was given its state.
-            stand: Whether workers of this process went on.
         """
         has_begun, is_later = position.start is not None, position.epoch > 1
         # What workers do is exact where all batches of new ones are drawn again.
         anew = [one for one in self._data_loaders if one.num_workers]
         if not (has_begun and was_loaded):
-            anew = [one for one in anew if one.persistent_workers and (has_begun if stand else is_later)]
+            anew = [one for one in anew if one.persistent_workers and is_later]
         cause = "persistent_workers=True" if anew and anew[0].persistent_workers else type(self._loader).__name__
         if not is_same:
-            why = (
-                f"its workers begin anew ({cause})"
-                if anew
-                else "it draws from what none of its parts holds, or its data changed"
-            )
+            why = "it draws from what none of its parts holds, or its data changed"
+            why = f"its workers begin anew ({cause})" if anew else why
             self.differences.append(
                 f"batch {position.batches} of epoch {position.epoch} is not the one before the interruption, and later "
                 f"ones may differ from an uninterrupted run too: {why}"

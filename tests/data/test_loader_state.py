@@ -256,6 +256,22 @@ class CountingStream(IterableDataset):
             yield torch.tensor([number + 0.1 * self.epoch]), torch.ones(1)
 
 
+class ResumableStream(CountingStream):
+    at = 0
+
+    def __iter__(self):
+        while self.at < SAMPLES:
+            self.at += 1
+            yield torch.tensor([self.at + 0.1 * self.epoch]), torch.ones(1)
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self):
+        return vars(self).copy()
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
 class Wrapping:
     def __init__(self, loader):
         self.loader = loader
@@ -296,6 +312,7 @@ EXACT = {
         Numbers(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)
     ),
     "a state and an iterable dataset": lambda: StatefulDataLoader(Stream(), BATCH),
+    "a state and an iterable dataset with a state": lambda: StatefulDataLoader(ResumableStream(), BATCH),
     "a state and a distributed sampler": of(
         lambda: StatefulDistributedSampler(range(SAMPLES), 1, 0), StatefulDataLoader
     ),
