@@ -107,7 +107,7 @@ class Contents:
                 **self.part(state, kept),
             }
             if training is not None:
-                content["optimizer"] |= {"state": training.optimizer, "weights": training.parameters}
+                content["optimizer"] |= dict(zip(("state", "weights"), training, strict=True))
             yield content
 
     def _own(self) -> dict[str, Any]:
