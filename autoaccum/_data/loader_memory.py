@@ -97,29 +97,23 @@ class LoaderMemory:
                 restored.add(path)
         return sorted(taken.keys() - restored)
 
-    def check(self, taken: Mapping[str, Any]) -> list[str]:
-        """Return which generators of the data were there first, and are not among what was taken.
+    def check(self, taken: Mapping[str, Any]) -> None:
+        """Check that what was taken has all generators that the loader and its samplers had first.
 
         Raises:
-            CheckpointError: The loader or its samplers have such a generator.
+            CheckpointError: One is missing.
         """
-        there, here = ({path for path, value in side.items() if _is_state(value)} for side in (taken, self._first))
-        if any(map(_is_of_order, here - there)):
-            counts = [sum(map(_is_of_order, side)) for side in (there, here)]
+        there, here = ({path for path in of_order(side) if _is_state(side[path])} for side in (taken, self._first))
+        if here - there:
             raise CheckpointError(
-                f"the checkpoint was made with a loader that has {counts[0]} random generators of its own, and this "
-                f"one has {counts[1]} ({', '.join(sorted(filter(_is_of_order, here)))}); pass the same loader"
+                f"the checkpoint was made with a loader that has {len(there)} random generators of its own, and this "
+                f"one has {len(here)} ({', '.join(sorted(here))}); pass the same loader"
             )
-        return sorted(here - there)
 
 
 def of_order(taken: Mapping[str, Any]) -> dict[str, Any]:
     """Return of what was taken what a dataset and a collator do not hold."""
-    return {path: value for path, value in taken.items() if _is_of_order(path)}
-
-
-def _is_of_order(path: str) -> bool:
-    return path.partition(".")[0] not in _OF_DATA
+    return {path: value for path, value in taken.items() if path.partition(".")[0] not in _OF_DATA}
 
 
 def generators_of(loader: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
+from autoaccum._arguments import listed
 from autoaccum._data.batches import count
 from autoaccum._data.fingerprint import fingerprint_of
 from autoaccum._data.loader_memory import LoaderMemory, data_loaders_in
@@ -41,8 +42,6 @@ RandomStates = tuple[Any, ...]
 # Generators that a call of `fit` has read from: another call, as in a later notebook cell, would miss those batches.
 _read_from: WeakSet[Any] = WeakSet()
 _SAME = "pass the same loader over the same data"
-# Names in a message.
-_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -197,8 +196,8 @@ class Track:
         """
         self._check_that_nothing_is_lost(position)
         self.close()
-        new = self._memory.check(position.memory)
-        self.differences = [f"{_listed(new)} of the loader cannot be restored from this checkpoint"] if new else []
+        self._memory.check(position.memory)
+        self.differences = []
         self._state_at_end = position.loader_state if position.state_at < 0 else None
         if position.start is None:
             was_loaded, is_same = self._go_to_start(position), True
@@ -273,7 +272,7 @@ class Track:
             lost = self._memory.put_back(position.memory)
         if lost:
             self.differences.append(
-                f"{_listed(lost)} of the loader, which changed during the training, cannot be restored; generators and "
+                f"{listed(lost)} of the loader, which changed during the training, cannot be restored; generators and "
                 "numbers that are there from the beginning can"
             )
 
@@ -359,10 +358,6 @@ def _refusals_explained(loader: Any) -> Iterator[None]:
             f"{type(loader).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
             f"{first_line(error)}); {_SAME}, or resume=False to start from scratch"
         ) from error
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _length(loader: Any) -> int | None:
