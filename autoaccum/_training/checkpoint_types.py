@@ -74,8 +74,7 @@ def check_types(content: Mapping[str, Any]) -> None:
     _check("ranks", parts, ([_PART],))
     _check("", content, {**_WHOLE, **(_PART if parts is None else {})})
     for part in (content,) if parts is None else parts:
-        for since_and_sizes in part["cutting"]["plans"]:
-            since, sizes = since_and_sizes
+        for since, sizes in part["cutting"]["plans"]:
             _check("cutting.plans", [since, *sizes], [_POSITIVE])
             _require("cutting.plans", sizes, sizes)
         position = part["position"]
