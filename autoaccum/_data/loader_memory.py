@@ -91,9 +91,12 @@ class LoaderMemory:
             if is_generator(value) and kept is not None and not _is_number(kept):
                 set_states([value], [kept])
                 restored.add(path)
-            elif _is_number(value) and _is_number(kept) and not isinstance(owner, tuple | FunctionType):
+            elif _is_number(value) and _is_number(kept):
                 self._moving.add(path)
-                _set(owner, key, kept)
+                if not isinstance(owner, tuple | FunctionType):
+                    _set(owner, key, kept)
+                elif value != kept:
+                    continue
                 restored.add(path)
         return sorted(taken.keys() - restored)
 
@@ -205,7 +208,11 @@ def _has_order(value: Any) -> bool:
 
 
 def _keys_of(items: Any) -> list[Any]:
-    """Return the items, or of items other than numbers and texts what tells them apart within this process."""
+    """Return the items, or of items other than numbers, texts and tuples what tells them apart within this process."""
     if isinstance(items, np.ndarray):
         return items.tolist()  # type: ignore[no-any-return]
-    return items if all(type(item) in (int, float, str) for item in items) else list(map(id, items))
+    return items if all(map(_is_plain, items)) else list(map(id, items))
+
+
+def _is_plain(item: Any) -> bool:
+    return type(item) in (int, float, str) or (type(item) is tuple and all(map(_is_plain, item)))

@@ -188,6 +188,12 @@ class Reordering(Sampler):
         return iter([int(item) for item in self.order])
 
 
+class OfPairs(Reordering):
+    def __iter__(self):
+        self.rng.shuffle(self.order)
+        return iter([number for number, _ in self.order])
+
+
 class Bound(Sampler):
     """Draws from a generator that only a function knows."""
 
@@ -297,6 +303,7 @@ EXACT = {
     "samplers within a sampler": of(lambda: Within(OfTorch(), OfNumPy())),
     "a count of epochs": of(Counting),
     "a list that is shuffled": of(lambda: Reordering([str(number) for number in range(SAMPLES)])),
+    "a list of pairs that is shuffled": of(lambda: OfPairs([(number, str(number)) for number in range(SAMPLES)])),
     "an array that is shuffled": of(lambda: Reordering(np.arange(SAMPLES))),
     "a generator in a closure": of(Bound),
     "a dataset's generator": lambda: DataLoader(Drawing(), BATCH, shuffle=True),
