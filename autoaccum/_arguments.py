@@ -26,6 +26,11 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return names in words, only the first of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def shown(value: object) -> str:
     """Return the repr of a value for a message: on one line, truncated, and never raising."""
     try:

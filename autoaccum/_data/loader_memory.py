@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import zlib
-from collections import deque
-from itertools import chain
-from types import CellType, FunctionType, MethodType, ModuleType
+import inspect
+from collections import Counter, deque
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autoaccum._data.fingerprint import fingerprint_of
 from autoaccum._data.random_state import is_generator, set_states, states_of
 from autoaccum.errors import CheckpointError
 
@@ -38,8 +36,6 @@ _CLOSED_PACKAGES = {"multiprocessing", "threading", "queue", "logging"}
 _IN_PROGRESS = {"_iterator", "next_iter_state", "_initial_iter_for_state_dict", "_IterableDataset_len_called"}
 # Parts of a DataLoader that have no say in the order of its samples.
 _OF_DATA = {"dataset", "collate_fn", "worker_init_fn"}
-# Under which an order has the places that items had first.
-_PLACES = "places"
 
 
 class LoaderMemory:
@@ -50,29 +46,25 @@ class LoaderMemory:
     """
 
     def __init__(self, loader: Any) -> None:
-        # The key stands for a list of batches, which is no part of anything.
-        self._held = {"batches": getattr(loader, "whole_loader", loader)}
-        self._items = {path: value.copy() for path, _, _, value in self._walk() if _has_order(value)}
-        self._generators: dict[str, Any] = {}
+        self._loader = getattr(loader, "whole_loader", loader)
+        held = _held_by(self._loader)
+        self._orders = {path: list(_keys_of(value)) for path, _, _, value in held if _has_order(value)}
         self._first = self.take()
         self._moving: set[str] = set()  # numbers that have ever changed; the others are settings
-
-    def _walk(self) -> Iterator[tuple[str, Any, Any, Any]]:
-        loader = self._held["batches"]
-        return chain([("batches", self._held, "batches", loader)], _held_by(loader))
 
     def take(self) -> dict[str, Any]:
         """Return all numbers, the states of generators, and orders that have changed; they are never modified."""
         taken: dict[str, Any] = {}
-        self._generators = {}
-        for path, _, _, value in self._walk():
+        for path, _, _, value in _held_by(self._loader):
             if _is_number(value):
                 taken[path] = value
             elif is_generator(value):
-                self._generators[path] = value
-            elif path in self._items and (order := _order_of(value, self._items[path])) is not None:
-                taken[path] = order
-        return taken | self.generators_now()
+                (taken[path],) = states_of([value])
+            elif path in self._orders and _has_order(value):
+                first, now = self._orders[path], _keys_of(value)
+                if now != first and Counter(now) == Counter(first):
+                    taken[path] = list(now)
+        return taken
 
     def take_what_moves(self) -> dict[str, Any]:
         """Return what `take` does, without numbers that have not changed since this object was made."""
@@ -82,68 +74,49 @@ class LoaderMemory:
                 self._moving.add(path)
         return {path: value for path, value in taken.items() if not _is_number(value) or path in self._moving}
 
-    def generators_now(self) -> dict[str, Any]:
-        """Return the states of the generators that `take` found last."""
-        return {path: states_of([generator])[0] for path, generator in self._generators.items()}
-
-    def set_generators(self, states: Mapping[str, Any]) -> None:
-        """Restore the states that `generators_now` has returned, here or in another process."""
-        for path, _, _, value in self._walk():
-            if is_generator(value) and path in states:
-                set_states([value], [states[path]])
-
-    def later(self) -> tuple[str, ...]:
-        """Return the generators that were not there when this object was made."""
-        generators = [path for path, _, _, value in self._walk() if is_generator(value)]
-        return tuple(path for path in generators if path not in self._first)
-
     def put_back(self, taken: Mapping[str, Any]) -> list[str]:
         """Restore what was taken, here or in another process; return the paths of what could not be."""
         restored = set()
-        for path, _, _, value in list(self._walk()):  # orders first: they say what the paths in a list lead to
-            first: Any = self._items.get(path, ())
+        # Orders first: they say what the paths in a list lead to.
+        for path, _, _, value in list(_held_by(self._loader)):
+            if path in self._orders and _has_order(value):
+                now, order = _keys_of(value), taken.get(path, self._orders[path])
+                if isinstance(order, list) and Counter(order) == Counter(now):
+                    restored.add(path)
+                    if order != now:
+                        items = dict(zip(now, value, strict=True))
+                        value[:] = [items[key] for key in order]
+        for path, owner, key, value in list(_held_by(self._loader)):
             kept: Any = taken.get(path)
-            if kept is None and _order_of(value, first) is not None:
-                value[:] = first
-            elif _is_order(kept, first) and len(value) == len(first):
-                value[:] = _ordered(first, kept)
-                restored.add(path)
-        for path, owner, key, value in list(self._walk()):
-            kept = taken.get(path)
             if is_generator(value) and kept is not None and not _is_number(kept):
                 set_states([value], [kept])
                 restored.add(path)
-            elif _is_number(value) and _is_number(kept) and not isinstance(owner, tuple | CellType):
+            elif _is_number(value) and _is_number(kept):
                 self._moving.add(path)
-                _set(owner, key, kept)
+                if not isinstance(owner, tuple | FunctionType):
+                    _set(owner, key, kept)
+                elif value != kept:
+                    continue
                 restored.add(path)
         return sorted(taken.keys() - restored)
 
-    def check(self, taken: Mapping[str, Any], later: tuple[str, ...]) -> list[str]:
-        """Return which generators of the data are here, and were not where `taken` and `later` are from.
+    def check(self, taken: Mapping[str, Any]) -> None:
+        """Check that what was taken has all generators that the loader and its samplers had first.
 
         Raises:
-            CheckpointError: The loader or its samplers have other generators.
+            CheckpointError: One is missing.
         """
-        sides = [{path for path, value in side.items() if _is_state(value)} for side in (taken, self._first)]
-        there, here = sides[0].difference(later), sides[1]
-        of_orders = [sorted(filter(_is_of_order, side)) for side in (there, here)]
-        if of_orders[0] != of_orders[1]:
-            told = [f" ({', '.join(paths)})" if paths else "" for paths in of_orders]
+        there, here = ({path for path in of_order(side) if _is_state(side[path])} for side in (taken, self._first))
+        if here - there:
             raise CheckpointError(
-                f"the checkpoint was made with a loader that has {len(of_orders[0])} random generators of its "
-                f"own{told[0]}, and this one has {len(of_orders[1])}{told[1]}; pass the same loader"
+                f"the checkpoint was made with a loader that has {len(there)} random generators of its own, and this "
+                f"one has {len(here)} ({', '.join(sorted(here))}); pass the same loader"
             )
-        return sorted(here - there)
 
 
 def of_order(taken: Mapping[str, Any]) -> dict[str, Any]:
     """Return of what was taken what a dataset and a collator do not hold."""
-    return {path: value for path, value in taken.items() if _is_of_order(path)}
-
-
-def _is_of_order(path: str) -> bool:
-    return path.partition(".")[0] not in _OF_DATA
+    return {path: value for path, value in taken.items() if path.partition(".")[0] not in _OF_DATA}
 
 
 def generators_of(loader: Any) -> list[Any]:
@@ -183,38 +156,33 @@ def _members(owner: Any) -> list[tuple[Any, Any]]:
         found = owner
     elif isinstance(owner, list | tuple):
         found = dict(enumerate(owner))
-    elif isinstance(owner, functools.partial):
-        found = {"func": owner.func, "args": owner.args, "keywords": owner.keywords}
-    elif isinstance(owner, MethodType):
-        found = {"self": owner.__self__}
+    elif isinstance(owner, functools.partial | MethodType):
+        names = ("func", "args", "keywords", "__self__")
+        found = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
     elif isinstance(owner, FunctionType):
-        found = dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
-    elif isinstance(owner, CellType):
-        with contextlib.suppress(ValueError):  # it is empty
-            found = {"value": owner.cell_contents}
+        with contextlib.suppress(ValueError):  # one is not yet assigned
+            found = dict(inspect.getclosurevars(owner).nonlocals)
     else:
-        slots = (name for kind in type(owner).__mro__ for name in _names_in(getattr(kind, "__slots__", ())))
-        found = {name: getattr(owner, name) for name in slots if hasattr(owner, name)} | getattr(owner, "__dict__", {})
-        found = {name: value for name, value in found.items() if name not in _IN_PROGRESS}
+        found = {name: value for name, value in _attributes(owner).items() if name not in _IN_PROGRESS}
     return list(found.items())
 
 
-def _names_in(slots: Any) -> tuple[str, ...]:
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes that an object has itself, those in slots too."""
+    state: Any = object.__getstate__(owner)
+    own, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(own or {}), **(slots or {})}
 
 
 def _is_open(value: Any) -> bool:
     """Whether to look into a value."""
     if isinstance(value, dict | list | tuple):
         return 0 < len(value) <= _MOST_ITEMS
-    if isinstance(value, FunctionType):
-        return value.__closure__ is not None
-    if isinstance(value, functools.partial | MethodType | CellType):
+    if isinstance(value, functools.partial | MethodType | FunctionType):
         return True
     if isinstance(value, _CLOSED) or type(value).__module__.partition(".")[0] in _CLOSED_PACKAGES:
         return False
-    return hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
+    return bool(_attributes(value))
 
 
 def _is_number(value: Any) -> bool:
@@ -230,53 +198,21 @@ def _set(owner: Any, key: Any, value: float) -> None:
 
 def _is_state(value: Any) -> bool:
     """Whether what was taken is the state of a generator."""
-    return not _is_number(value) and not (isinstance(value, dict) and _PLACES in value)
-
-
-# --- the order of lists and arrays ------------------------------------------------------------------------------------
+    return not _is_number(value) and not isinstance(value, list)
 
 
 def _has_order(value: Any) -> bool:
     if isinstance(value, np.ndarray):
-        return value.ndim == 1 and value.dtype.kind in "iufUS" and len(value) <= _MOST_ORDERED
+        return value.ndim == 1 and value.dtype.kind in "iufU" and len(value) <= _MOST_ORDERED
     return type(value) is list and len(value) <= _MOST_ORDERED
 
 
-def _order_of(now: Any, first: Any) -> dict[str, Any] | None:
-    """Return in which order items are that were in another one first; None if they are not, or are others."""
-    if type(now) is not type(first) or len(now) != len(first) or not len(first):
-        return None
-    keys, before = map(_keys_of, (now, first))
-    if np.array_equal(keys, before):
-        return None
-    sorting, sorting_before = np.argsort(keys, kind="stable"), np.argsort(before, kind="stable")
-    if not np.array_equal(keys[sorting], before[sorting_before]):
-        return None
-    places = np.empty(len(first), np.int32)
-    places[sorting] = sorting_before
-    return {_PLACES: places, "first": _checksum(first), "now": _checksum(now)}
-
-
-def _keys_of(items: Any) -> Any:
-    return items if isinstance(items, np.ndarray) else np.fromiter(map(id, items), np.int64, len(items))
-
-
-def _is_order(kept: Any, first: Any) -> bool:
-    """Whether an order was taken of the same items, which are here as they were first there, or as they were then."""
-    is_order = isinstance(kept, dict) and _PLACES in kept and len(kept[_PLACES]) == len(first)
-    return is_order and _checksum(first) in (kept["first"], kept["now"])
-
-
-def _ordered(first: Any, order: dict[str, Any]) -> Any:
-    if _checksum(first) == order["now"]:  # the loader is one that has trained in this process
-        return first
-    places = order[_PLACES]
-    return first[places] if isinstance(first, np.ndarray) else [first[place] for place in places.tolist()]
-
-
-def _checksum(items: Any) -> int:
+def _keys_of(items: Any) -> list[Any]:
+    """Return the items, or of items other than numbers, texts and tuples what tells them apart within this process."""
     if isinstance(items, np.ndarray):
-        return zlib.crc32(items.tobytes())
-    if not all(type(item) in (int, str) for item in items):  # whose own representation is faster
-        items = list(map(fingerprint_of, items))
-    return zlib.crc32(repr(items).encode())
+        return items.tolist()  # type: ignore[no-any-return]
+    return items if all(map(_is_plain, items)) else list(map(id, items))
+
+
+def _is_plain(item: Any) -> bool:
+    return type(item) in (int, float, str) or (type(item) is tuple and all(map(_is_plain, item)))

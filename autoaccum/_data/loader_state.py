@@ -16,17 +16,16 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
+from autoaccum._arguments import listed
 from autoaccum._data.batches import count
 from autoaccum._data.fingerprint import fingerprint_of
 from autoaccum._data.loader_memory import LoaderMemory, data_loaders_in
 from autoaccum._data.loaders import (
     can_be_read_once,
-    forget_places,
     is_kept_between_epochs,
     is_kept_by_its_state,
     samplers_of,
 )
-from autoaccum._data.worker_probe import may_move_in_workers
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import CheckpointError
 
@@ -43,8 +42,6 @@ RandomStates = tuple[Any, ...]
 # Generators that a call of `fit` has read from: another call, as in a later notebook cell, would miss those batches.
 _read_from: WeakSet[Any] = WeakSet()
 _SAME = "pass the same loader over the same data"
-# Names in a message.
-_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,7 @@ class Position:
         before_last: The random state before the last batch was drawn.
         last: The fingerprint of the last batch.
         memory: What the loader's parts kept before the epoch's iterator was created.
-        later: The generators in it that were not there when the training began.
         loader_state: The `state_dict` of a loader that is to come back by it, else None.
-        generators: Those of the loader's parts, now, if it is to come back by its state: they may have drawn otherwise.
         state_at: After how many batches of the epoch that was; -1 if at the end of the epoch before.
         length: `len` of the loader; None if it has none.
         batch_size: `batch_size` of the loader; None if it has none.
@@ -78,10 +73,8 @@ class Position:
     before_last: RandomStates | None = None
     last: int | None = None
     memory: dict[str, Any] = field(default_factory=dict)
-    later: tuple[str, ...] = ()
     loader_state: Any = None
     state_at: int = -1
-    generators: dict[str, Any] = field(default_factory=dict)
     length: int | None = None
     batch_size: int | None = None
     samples: int | None = None
@@ -107,7 +100,7 @@ class Track:
         self._loader: Any = loader
         self._random: Any = random  # None where no position is asked for
         self._has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-        self._keeps_state = self._has_state and random is not None
+        self._keeps_state = self._has_state and random is not None and is_kept_by_its_state(loader)
         watched = None if random is None else getattr(loader, "whole_loader", loader)
         self._memory, self._data_loaders = LoaderMemory(watched), data_loaders_in(watched)
         self.differences: list[str] = []
@@ -140,8 +133,8 @@ class Track:
             batch = next(self._batches)
         except StopIteration:
             # Kept separately: from this state, a loader starts the next epoch.
-            state, self._is_at_end = self._loader_state(), True
-            self._state_at_end = state if is_kept_between_epochs(self._loader, state) else None
+            self._is_at_end = True
+            self._state_at_end = self._loader_state() if is_kept_between_epochs(self._loader) else None
             raise
         self._drawn, self._before_last = self._drawn + 1, before
         if self._random is not None:
@@ -155,20 +148,14 @@ class Track:
             if callable(getattr(sampler, "set_epoch", None)):  # a DistributedSampler's, which counts from 0
                 sampler.set_epoch(epoch - 1)
         if self._random is not None:
-            memory, later = self._memory.take_what_moves(), self._memory.later()
-            self._at = replace(self._at, start=self._random.take(), memory=memory, later=later)
+            self._at = replace(self._at, start=self._random.take(), memory=self._memory.take_what_moves())
         self._batches = iter(self._loader)
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
             _read_from.add(self._loader)
-        self._keeps_state = self._has_state and self._random is not None
-        state = self._loader_state()
-        if self._keeps_state and not is_kept_by_its_state(self._loader, state):
-            self._keeps_state, state = False, None
         # That of the end before stands for the beginning: what a sampler says after its first epoch and before its next
         # batch may be of either.
-        is_first = epoch == 1 or self._random is None
-        self._states = [(0, state) if is_first else (-1, self._state_at_end)]
+        self._states = [(0, self._loader_state()) if epoch == 1 else (-1, self._state_at_end)]
         return self
 
     def close(self) -> None:
@@ -190,14 +177,12 @@ class Track:
             last=self._last,
             loader_state=state,
             state_at=state_at,
-            generators=self._memory.generators_now() if state is not None else {},
             put_back=window.used == 0,
         )
 
     def at_start(self, epoch: int) -> Position:
         """Return the position before an epoch, with the previous one complete."""
-        memory, later = self._memory.take_what_moves(), self._memory.later()
-        return Position(epoch, memory=memory, later=later, loader_state=self._state_at_end)
+        return Position(epoch, memory=self._memory.take_what_moves(), loader_state=self._state_at_end)
 
     def go_to(self, position: Position) -> Self:
         """Return to `position`, and return the epoch's remaining batches.
@@ -211,17 +196,16 @@ class Track:
         """
         self._check_that_nothing_is_lost(position)
         self.close()
-        new = self._memory.check(position.memory, position.later)
-        self.differences = [f"{_listed(new)} of the loader cannot be restored from this checkpoint"] if new else []
+        self._memory.check(position.memory)
+        self.differences = []
         self._state_at_end = position.loader_state if position.state_at < 0 else None
-        stand = any(getattr(one, "_iterator", None) is not None for one in self._data_loaders)
         if position.start is None:
             was_loaded, is_same = self._go_to_start(position), True
         else:
             self._check_that_it_is_the_same(position)
             was_loaded = self._go_into(position)
             is_same = self._last == position.last
-        self._tell_what_differs(position, is_same=is_same, was_loaded=was_loaded, stand=stand and not was_loaded)
+        self._tell_what_differs(position, is_same=is_same, was_loaded=was_loaded)
         return self
 
     def _go_to_start(self, position: Position) -> bool:
@@ -230,7 +214,6 @@ class Track:
         # numbers for an epoch that turns out to be finished.
         if was_loaded := self._comes_by_its_state(position):
             self._load(position, lambda: iter(self._loader))
-            forget_places(self._loader)
         else:
             self._start_workers_that_stay(position.epoch)
         self._put_back_memory(position)
@@ -249,7 +232,7 @@ class Track:
             self._go_to_start(position)
             self._random.put_back(position.start)
             self.begin(position.epoch)
-        self._at = replace(self._at, start=position.start, memory=position.memory, later=position.later)
+        self._at = replace(self._at, start=position.start, memory=position.memory)
         while self._drawn < position.batches - 1:
             self._draw_again(position)
         if position.batches:
@@ -262,9 +245,6 @@ class Track:
                         f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
                         f"{position.epoch}, but now that batch holds {samples}; {_SAME}"
                     )
-        if was_loaded:
-            with _refusals_explained(self._loader):
-                self._memory.set_generators(position.generators)
         return was_loaded
 
     def _comes_by_its_state(self, position: Position) -> bool:
@@ -292,36 +272,32 @@ class Track:
             lost = self._memory.put_back(position.memory)
         if lost:
             self.differences.append(
-                f"{_listed(lost)} of the loader, which changed during the training, cannot be restored; generators and "
+                f"{listed(lost)} of the loader, which changed during the training, cannot be restored; generators and "
                 "numbers that are there from the beginning can"
             )
 
-    def _tell_what_differs(self, position: Position, *, is_same: bool, was_loaded: bool, stand: bool) -> None:
+    def _tell_what_differs(self, position: Position, *, is_same: bool, was_loaded: bool) -> None:
         """Say what a return to a position cannot restore.
 
         Args:
             position: The position.
             is_same: Whether the last batch is as it was before.
             was_loaded: Whether the loader was given its state.
-            stand: Whether workers of this process went on.
         """
         has_begun, is_later = position.start is not None, position.epoch > 1
         # What workers do is exact where all batches of new ones are drawn again.
         anew = [one for one in self._data_loaders if one.num_workers]
         if not (has_begun and was_loaded):
-            anew = [one for one in anew if one.persistent_workers and (has_begun if stand else is_later)]
+            anew = [one for one in anew if one.persistent_workers and is_later]
         cause = "persistent_workers=True" if anew and anew[0].persistent_workers else type(self._loader).__name__
         if not is_same:
-            why = (
-                f"its workers begin anew ({cause})"
-                if anew
-                else "it draws from what none of its parts holds, or its data changed"
-            )
+            why = "it draws from what none of its parts holds, or its data changed"
+            why = f"its workers begin anew ({cause})" if anew else why
             self.differences.append(
                 f"batch {position.batches} of epoch {position.epoch} is not the one before the interruption, and later "
                 f"ones may differ from an uninterrupted run too: {why}"
             )
-        elif any(map(may_move_in_workers, anew)):
+        elif anew:
             self.differences.append(
                 f"what the dataset draws or counts in its workers, if anything, differs from an uninterrupted run, "
                 f"since they begin anew ({cause})"
@@ -382,10 +358,6 @@ def _refusals_explained(loader: Any) -> Iterator[None]:
             f"{type(loader).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
             f"{first_line(error)}); {_SAME}, or resume=False to start from scratch"
         ) from error
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _length(loader: Any) -> int | None:

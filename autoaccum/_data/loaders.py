@@ -102,16 +102,17 @@ def samplers_of(loader: Any) -> tuple[Any, ...]:
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
-def is_kept_by_its_state(loader: Any, state: Any) -> bool:
+def is_kept_by_its_state(loader: Any) -> bool:
     """Whether the `state_dict` of a loader brings it back exactly; else its epoch is to be read again.
 
-    Of torchdata's StatefulDataLoader, it does for data with a state, and for data with indices and without generators,
-    if samplers have a state too: it asks the others for another iterator, which may draw again. It counts batches
-    twice when it returns to a place in iterable data without a state, and reads them again as well.
+    Of torchdata's StatefulDataLoader, it does for iterable data with a state, and for data with indices, if no
+    generator was passed and samplers have a state too: it asks the others for another iterator, which may draw again.
+    It counts batches twice when it returns to a place in iterable data without a state, and reads them again as well.
     """
-    if is_kept_between_epochs(loader, state):
+    if is_kept_between_epochs(loader):
         return True
-    if isinstance(loader.dataset, IterableDataset) or generators_of((loader.dataset, loader.collate_fn)):
+    held = (loader.dataset, loader.collate_fn, loader.generator)
+    if isinstance(loader.dataset, IterableDataset) or generators_of(held):
         return False
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if _is_torchdatas(sampler) and isinstance(sampler, BatchSampler):
@@ -123,28 +124,15 @@ def is_kept_by_its_state(loader: Any, state: Any) -> bool:
     )
 
 
-def is_kept_between_epochs(loader: Any, state: Any) -> bool:
+def is_kept_between_epochs(loader: Any) -> bool:
     """Whether the `state_dict` that a loader has at the end of an epoch is needed to begin the next one.
 
-    That of a StatefulDataLoader is needed for its data alone: its samplers might begin where they have ended.
+    That of a StatefulDataLoader is needed for iterable data alone: samplers might begin where they have ended.
     """
-    return not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__) or _holds_data(state)
-
-
-def forget_places(loader: Any) -> None:
-    """Let torchdata's StatefulDistributedSampler begin at its beginning, though it was given a state."""
-    for sampler in samplers_of(loader):
-        if _is_torchdatas(sampler) and hasattr(sampler, "next_yielded"):
-            sampler.next_yielded = None
+    if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__):
+        return True
+    return isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "state_dict")
 
 
 def _is_torchdatas(sampler: Any) -> bool:
     return type(sampler).__module__.startswith("torchdata.")
-
-
-def _holds_data(state: Any) -> bool:
-    """Whether the state of a StatefulDataLoader holds one of its dataset."""
-    if not isinstance(state, dict):
-        return False
-    own = any(state.get(name) is not None for name in ("dataset_state", "dataset_iter_state"))
-    return own or any(map(_holds_data, state.values()))

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoaccum._distributed.buckets import as_plain
 from autoaccum._engine.dtensor import is_spread
-from autoaccum._loss.closures import Closure
 
 # A tensor of more elements is described by a checksum.
 _FEW = 16
@@ -42,57 +41,34 @@ def lines_of(value: Any) -> list[str]:
     return [text_of(value)]
 
 
-@functools.singledispatch
 def text_of(value: Any) -> str:
     """Return the description of a value in one line."""
-    if hasattr(value, "__qualname__"):
-        return _name(value)
-    settings = ", ".join(f"{name}={text_of(one)}" for name, one in _settings(value).items())
-    return f"{_name(type(value))}({settings})"
+    match value:
+        case Tensor():
+            text = _text_of_tensor(value)
+        case np.generic() | np.ndarray():
+            text = text_of(value.tolist())
+        case float():
+            text = repr(value).removesuffix(".0")  # a rate of 1 is one of 1.0
+        case int() | complex() | str() | bytes() | torch.dtype() | None:
+            text = repr(value)
+        case list() | tuple():
+            text = f"({', '.join(map(text_of, value))})"
+        case set() | frozenset():
+            text = f"{{{', '.join(sorted(map(text_of, value)))}}}"
+        case Mapping():
+            text = f"{{{', '.join(f'{text_of(name)}: {text_of(part)}' for name, part in value.items())}}}"
+        case functools.partial():
+            text = f"{text_of(value.func)} with {text_of(value.args)} and {text_of(value.keywords)}"
+        case _ if hasattr(value, "__qualname__"):
+            text = _name(value)
+        case _:
+            settings = ", ".join(f"{name}={text_of(one)}" for name, one in _settings(value).items())
+            text = f"{_name(type(value))}({settings})"
+    return text
 
 
-@text_of.register
-def _(value: int | complex | str | bytes | torch.dtype | None) -> str:
-    return repr(value)
-
-
-@text_of.register
-def _(value: np.generic | np.ndarray) -> str:
-    return text_of(value.tolist())
-
-
-@text_of.register
-def _(value: list | tuple) -> str:  # type: ignore[type-arg]
-    return f"({', '.join(map(text_of, value))})"
-
-
-@text_of.register
-def _(value: set | frozenset) -> str:  # type: ignore[type-arg]
-    return f"{{{', '.join(sorted(map(text_of, value)))}}}"
-
-
-@text_of.register
-def _(value: float) -> str:
-    return repr(value).removesuffix(".0")  # a rate of 1 is one of 1.0
-
-
-@text_of.register
-def _(value: Mapping) -> str:  # type: ignore[type-arg]
-    return f"{{{', '.join(f'{text_of(name)}: {text_of(part)}' for name, part in value.items())}}}"
-
-
-@text_of.register
-def _(value: Closure) -> str:
-    return text_of(value.function)
-
-
-@text_of.register
-def _(value: functools.partial) -> str:  # type: ignore[type-arg]
-    return f"{text_of(value.func)} with {text_of(value.args)} and {text_of(value.keywords)}"
-
-
-@text_of.register
-def _(value: Tensor) -> str:
+def _text_of_tensor(value: Tensor) -> str:
     form = form_of(value)
     is_whole = not (is_spread(value) or is_traceable_wrapper_subclass(value) or value.is_quantized)
     if not is_whole or value.layout is not torch.strided or value.is_meta:

@@ -7,7 +7,7 @@ other types, is not looked at.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +23,12 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _COPIED_ELEMENTS = 65_536
 
 
-class _Kept(NamedTuple):
-    """The value of an attribute, and what was in it: of a container its elements, of a small tensor a copy."""
-
-    value: Any
-    content: Any
-    version: int  # of a tensor
-
-
 class AttributeState:
     """The attributes of modules, by name of the module, at the moment of making."""
 
     def __init__(self, named_modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._saved = [
-            (path, vars(module), {name: _kept(value) for name, value in _state_in(vars(module)).items()})
+            (path, vars(module), {name: (value, _content(value)) for name, value in _state_in(vars(module)).items()})
             for path, module in named_modules
         ]
 
@@ -45,10 +37,10 @@ class AttributeState:
         for _, attributes, saved in self._saved:
             for name in _state_in(attributes).keys() - saved.keys():
                 del attributes[name]
-            for name, kept in saved.items():
-                if _has_moved(kept, attributes.get(name)):
-                    _fill(kept)
-                attributes[name] = kept.value
+            for name, (value, content) in saved.items():
+                if not _is_as_before(value, value, content):
+                    _fill(value, content)
+                attributes[name] = value
 
     def moved(self) -> list[str]:
         """Return the names of attributes that have changed."""
@@ -56,7 +48,7 @@ class AttributeState:
             f"{path}.{name}" if path else name
             for path, attributes, saved in self._saved
             for name in _state_in(attributes).keys() | saved.keys()
-            if name not in saved or _has_moved(saved[name], attributes.get(name))
+            if name not in saved or not _is_as_before(attributes.get(name), *saved[name])
         ]
 
 
@@ -70,22 +62,23 @@ def _state_in(attributes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kept(value: Any) -> _Kept:
+def _content(value: Any) -> Any:
+    """Return what is in a value: of a container its elements, of a tensor its version and, if it is small, a copy."""
     if type(value) in _CONTAINERS:
-        return _Kept(value, value.copy(), 0)
+        return value.copy()
     if not isinstance(value, Tensor):
-        return _Kept(value, None, 0)
+        return None
     is_copied = type(value) is Tensor and value.layout is torch.strided and value.numel() <= _COPIED_ELEMENTS
-    return _Kept(value, value.detach().clone() if is_copied else None, value._version)
+    return value._version, value.detach().clone() if is_copied else None
 
 
-def _has_moved(kept: _Kept, now: Any) -> bool:
-    if type(now) in _CONTAINERS and now is kept.value:
-        one, other = _elements(now), _elements(kept.content)
-        return len(one) != len(other) or not all(map(_is_same, one, other))
-    if isinstance(now, Tensor) and now is kept.value:
-        return now._version != kept.version
-    return not _is_same(now, kept.value)
+def _is_as_before(now: Any, value: Any, content: Any) -> bool:
+    if type(now) in _CONTAINERS and now is value:
+        one, other = _elements(now), _elements(content)
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(now, Tensor) and now is value:
+        return bool(now._version == content[0])
+    return _is_same(now, value)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -97,12 +90,10 @@ def _elements(container: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def _fill(kept: _Kept) -> None:
+def _fill(value: Any, content: Any) -> None:
     """Put back what was in a container, or a tensor."""
-    value, content = kept.value, kept.content
-    if isinstance(value, Tensor):
-        if content is not None and value._version != kept.version:
-            value.copy_(content)
-    elif content is not None:
+    if not isinstance(value, Tensor):
         value.clear()
         (value.update if isinstance(value, dict | set) else value.extend)(content)
+    elif content[1] is not None:
+        value.copy_(content[1])

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from autoaccum._arguments import listed
 from autoaccum._data.nesting import plain_parts
-from autoaccum._engine.out_of_memory import first_of
 from autoaccum._system.notices import Notices
 from autoaccum.errors import NotFiniteError
 
@@ -140,7 +140,7 @@ class Finiteness:
         kept = "there is none yet" if newest is None else f"the last finite one stays: {newest}"
         self._notices.say(
             f"WARNING: step {step}: no checkpoint is written, since it would hold NaN or infinity "
-            f"({first_of(names)}); {kept}",
+            f"({listed(names)}); {kept}",
             key=f"refused {newest}",
             level=logging.WARNING,
         )

@@ -6,7 +6,6 @@ Both calls write the parameters, and one after the other round them. What is res
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.optimizer_step import OptimizerCopy
@@ -56,10 +55,12 @@ def evaluate(optimizer: torch.optim.Optimizer, memory: MemoryBackend) -> None:
 
 
 @contextmanager
-def evaluation_weights(optimizer: torch.optim.Optimizer, memory: MemoryBackend) -> Iterator[TrainingState | None]:
+def evaluation_weights(
+    optimizer: torch.optim.Optimizer, memory: MemoryBackend
+) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]] | None]:
     """Have the weights for evaluation in the parameters within the block; afterwards all is bit for bit as before.
 
-    Gives the state before, with tensors on the host; None for an optimizer without modes.
+    Gives the optimizer's `state_dict` before and the parameters, on the host; None for an optimizer without modes.
     """
     if not with_modes(optimizer):
         yield None
@@ -72,19 +73,11 @@ def evaluation_weights(optimizer: torch.optim.Optimizer, memory: MemoryBackend) 
         modes.put_back()
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingState:
-    """The state of an optimizer in the mode of training: as `state_dict` gives it, and the parameters, in order."""
-
-    optimizer: dict[str, Any]
-    parameters: list[torch.Tensor]
-
-
 class _Modes:
     """Switches to evaluation and back.
 
     Attributes:
-        before: The state at first.
+        before: The optimizer's state at first, and the parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, memory: MemoryBackend) -> None:
@@ -92,7 +85,7 @@ class _Modes:
         with memory.lifted(), memory.elsewhere():
             self._copy = copy = OptimizerCopy(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.before = TrainingState(copy.as_copied(optimizer.state_dict()), copy.as_copied(held))
+        self.before = copy.as_copied(optimizer.state_dict()), copy.as_copied(held)
         self._flags = self._flags_now()
 
     def evaluate(self) -> None:
@@ -102,15 +95,11 @@ class _Modes:
             except BaseException:
                 self._undo()
                 raise
-            # Otherwise it was in the mode of evaluation, and stays there.
-            self._has_switched = self._flags != self._flags_now() or not self._copy.is_current()
 
     def put_back(self) -> None:
-        if not self._has_switched:
-            return
         with signals.held():
             try:
-                _call("train", self._optimizer)
+                _call("train", self._optimizer)  # which may keep its mode where `_undo` does not look
             finally:
                 self._undo()
 

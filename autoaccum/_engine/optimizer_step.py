@@ -292,16 +292,6 @@ class OptimizerCopy:
         """Return by id of each tensor how far its version counter has moved since the copy."""
         return {id(tensor): tensor._version - version for tensor, version, _ in self._copies}
 
-    def is_current(self) -> bool:
-        """Whether the state is still that of the copy."""
-        leaves, form = tree_flatten((list(self._optimizer.state.values()), self._optimizer.param_groups))
-        return (
-            form == self._form
-            and all(now is then or now == then for now, then in zip(leaves, self._leaves, strict=True))
-            and all(tensor._version == version for tensor, version, _ in self._copies)
-            and not self.was_written_unseen()
-        )
-
     def as_copied(self, state: Any) -> Any:
         """Return a structure of the optimizer's tensors, as `state_dict` gives it, with the copies in their place."""
         copies = {id(tensor): value for tensor, _, value in self._copies}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from autoaccum._arguments import listed
 from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
 from autoaccum._records import MemoryEvent
 from autoaccum.errors import InvalidInputError
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
 
     # Called on the first lack of memory, while the frames in which it happened still exist.
     Witness = Callable[..., None]
-
-
-# The most names in a message.
-_NAMED = 3
 
 
 def resolvable_oom(
@@ -62,15 +59,9 @@ def resolvable_oom(
 def damage_text(names: Sequence[str]) -> str:
     """Return in words that tensors of these names were written and cannot be restored."""
     return (
-        f"forward() or backward() had written {first_of(names)}, which was not saved before and is not as it was: "
+        f"forward() or backward() had written {listed(names)}, which was not saved before and is not as it was: "
         "load it from a checkpoint"
     )
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Return names in words, only the first of many."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 class Phase(StrEnum):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
-from autoaccum._arguments import is_one_of, shown
+from autoaccum._arguments import is_one_of, listed, shown
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.replaced_forward import are_compiled, forward_replaced, is_compiled, is_replaced
@@ -232,9 +232,8 @@ def _why_not(name: str, modules: Sequence[nn.Module]) -> str:
     blocks = set(blocks_of(modules, rest or None))
     if not blocks:
         found = sorted({type(part).__name__ for module in modules for part in module.modules()})
-        classes = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")  # noqa: PLR2004
         looked = f"no module has the name or the class {rest!r}" if rest else "the model has no repeated blocks"
-        return f"{looked} to compute again, among {classes}; name them, as in memory='checkpoint:Block'"
+        return f"{looked} to compute again, among {listed(found, 8)}; name them, as in memory='checkpoint:Block'"
     for part in (part for module in modules for part in module.modules()):
         if is_compiled(part) and blocks.intersection(part.modules()):
             return "the blocks are compiled, and torch.compile fails on what is computed again; compile without them"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._arguments import listed
 from autoaccum._loss.terms import Form, TermForm
 from autoaccum.errors import InvalidInputError, LossWarning
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 _MOST_DIVISORS = 3
 # The relative difference of shares that single precision may cause.
 _SAME_SHARE = 1e-5
-# State named in a warning.
-_NAMED = 5
 # So many windows in a row are checked where a check does not confirm every loss; then those that are due.
 _MOST_INCOMPLETE = 4
 
@@ -191,9 +190,8 @@ class LossForms:
         new = sorted(set(names) - self._moving)
         self._moving |= set(new)
         if new:
-            listed = ", ".join(new[:_NAMED]) + (f" and {len(new) - _NAMED} more" if len(new) > _NAMED else "")
             self.warn(
-                f"forward() moves {listed}: once for each micro-batch, not once an optimizer step, and later "
+                f"forward() moves {listed(new, 5)}: once for each micro-batch, not once an optimizer step, and later "
                 "micro-batches meet other values than the first. For the whole batch's gradient, collect in a buffer "
                 "in forward() what moves them, and move them once an optimizer step, from a callback's on_step "
                 "(docs/losses.md)"

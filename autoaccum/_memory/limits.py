@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from autoaccum._arguments import shown
+from autoaccum._arguments import listed, shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ _UNIT_BYTES = {"b": 1} | {
     for power, letter in enumerate("kmgtp")
     for name, base in ((letter, 1024), (f"{letter}ib", 1024), (f"{letter}b", 1000))
 }
-# The most processes named in a message.
-_NAMED = 3
 # Free memory below this part of all memory is worth mentioning where something does not fit.
 _LITTLE = 1 / 8
 # An exbibyte, which keeps sums within signed 64-bit integers.
@@ -125,10 +123,9 @@ def describe_neighbours(memory: MemoryBackend) -> str:
         return ""
     shares = [
         f"{other.name} (pid {other.pid})" + ("" if other.used_bytes is None else f" {format_bytes(other.used_bytes)}")
-        for other in others[:_NAMED]
+        for other in others
     ]
-    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-    return f"other processes hold memory of {memory.name}: {', '.join(shares)}{more}"
+    return f"other processes hold memory of {memory.name}: {listed(shares)}"
 
 
 def describe_room(memory: MemoryBackend) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from autoaccum import _oom
-from autoaccum._arguments import shown
+from autoaccum._arguments import listed, shown
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 # Of a `LoopState`.
 _COUNTS = ("windows", "samples", "stopped", "evaluated", "last_val_loss")
-# Keys named in an error: enough to see what is the matter.
-_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Contents:
                 **self.part(state, kept),
             }
             if training is not None:
-                content["optimizer"] |= {"state": training.optimizer, "weights": training.parameters}
+                content["optimizer"] |= dict(zip(("state", "weights"), training, strict=True))
             yield content
 
     def _own(self) -> dict[str, Any]:
@@ -399,6 +397,4 @@ def _plain(value: object) -> object:
 
 
 def _listed(names: set[str]) -> str:
-    first = [name.strip(", ") for name in sorted(names)[:_NAMED]]
-    more = len(names) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more else "")
+    return listed([name.strip(", ") for name in sorted(names)])

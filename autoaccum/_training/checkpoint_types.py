@@ -16,89 +16,50 @@ from autoaccum._arguments import shown
 if TYPE_CHECKING:
     import torch
 
-_MOST = 2**53
-
-
-def _count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MOST
-
-
-def _positive(value: object) -> bool:
-    return _count(value) and value != 0
-
-
-def _whole(value: object) -> bool:
-    return type(value) is int and abs(value) < 1 << 64
-
-
-def _flag(value: object) -> bool:
-    return type(value) is bool
-
-
-def _real(value: object) -> bool:
-    return type(value) is float
-
-
-def _text(value: object) -> bool:
-    return type(value) is str
-
-
-def _states(value: object) -> bool:
-    """Of random generators, which `RandomState.check` knows."""
-    return type(value) is tuple
-
-
-def _tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _anything(_: object) -> bool:
-    return True
-
-
-# A mapping has these entries, a list any number of the one; (None, form) may be None.
+# Of numbers: none beyond what a training can reach.
+_COUNT, _POSITIVE = range(2**53), range(1, 2**53)
+# A form is a type, a range of numbers, a list of any number of a form, or a mapping with these; (form,) may be None.
 _POSITION = {
-    "epoch": _positive,
-    **dict.fromkeys(("batches", "used"), _count),
-    **dict.fromkeys(("closed", "put_back"), _flag),
-    **dict.fromkeys(("start", "before_last"), (None, _states)),
-    "last": (None, _whole),
+    "epoch": _POSITIVE,
+    **dict.fromkeys(("batches", "used"), _COUNT),
+    **dict.fromkeys(("closed", "put_back"), bool),
+    **dict.fromkeys(("start", "before_last"), (tuple,)),  # of generators, which `RandomState.check` knows
+    "last": (_COUNT,),
     "memory": {},
-    "later": [_text],
-    "loader_state": _anything,
-    "state_at": _whole,
-    **dict.fromkeys(("length", "batch_size", "samples"), (None, _count)),
+    "loader_state": object,
+    "state_at": range(-1, 2**53),
+    **dict.fromkeys(("length", "batch_size", "samples"), (_COUNT,)),
 }
-_CUTTING = {
-    "plan": [_positive],
-    "largest": [_positive],
-    "frontier": (None, {}),
-    **dict.fromkeys(("is_found", "is_timed"), _flag),
-    **dict.fromkeys(("compared_to", "oom_events", "skipped_samples"), _count),
-    "widths": (None, [_count]),
-    "plans": [_anything],
-    "asked": lambda value: value == "auto" or _positive(value),
-    "memory": (None, [_text]),
-    "cap": (None, _positive),
+_CUTTING: dict[str, Any] = {
+    "plan": [_POSITIVE],
+    "largest": [_POSITIVE],
+    "frontier": ({},),
+    **dict.fromkeys(("is_found", "is_timed"), bool),
+    **dict.fromkeys(("compared_to", "oom_events", "skipped_samples"), _COUNT),
+    "widths": ([_COUNT],),
+    "plans": [object],
+    "asked": int | str,
+    "memory": ([str],),
+    "cap": (_POSITIVE,),
 }
-_PART = {"random": _states, "position": _POSITION, "cutting": _CUTTING}
+_PART = {"random": tuple, "position": _POSITION, "cutting": _CUTTING}
 _WHOLE = {
-    **dict.fromkeys(("windows", "samples"), _count),
-    "target_batch": _positive,
-    **dict.fromkeys(("counts", "precision", "device"), _text),
-    "stopped": (None, {"reason": _text, "epochs": (None, _positive), "max_steps": (None, _positive)}),
-    "evaluated": (None, _count),
-    "last_val_loss": (None, _real),
+    **dict.fromkeys(("windows", "samples"), _COUNT),
+    "target_batch": _POSITIVE,
+    **dict.fromkeys(("counts", "precision", "device"), str),
+    "stopped": ({"reason": str, "epochs": (_POSITIVE,), "max_steps": (_POSITIVE,)},),
+    "evaluated": (_COUNT,),
+    "last_val_loss": (float,),
     "modules": [{"state": {}, "buffers": {}}],
     "optimizer": {
-        "type": _text,
-        "parameters": [[_text]],
-        "weights": (None, [_tensor]),
-        "state": {"state": {}, "param_groups": [{"params": [_count]}]},
+        "type": str,
+        "parameters": [[str]],
+        "weights": ([Tensor],),
+        "state": {"state": {}, "param_groups": [{"params": [_COUNT]}]},
     },
-    "scheduler": (None, {"type": _text, "state": _anything}),
-    "scaler": (None, {}),
-    "noise_scale": (None, {"measured": _count, "variance": _real, "squared_norm": _real}),
+    "scheduler": ({"type": str, "state": object},),
+    "scaler": ({},),
+    "noise_scale": ({"measured": _COUNT, "variance": float, "squared_norm": float},),
 }
 
 
@@ -110,12 +71,11 @@ def check_types(content: Mapping[str, Any]) -> None:
         ValueError: A value is of another type, or beyond what a training can reach.
     """
     parts = content["ranks"]
-    _check("ranks", parts, (None, [_PART]))
+    _check("ranks", parts, ([_PART],))
     _check("", content, {**_WHOLE, **(_PART if parts is None else {})})
     for part in (content,) if parts is None else parts:
-        for since_and_sizes in part["cutting"]["plans"]:
-            since, sizes = since_and_sizes
-            _check("cutting.plans", [since, *sizes], [_positive])
+        for since, sizes in part["cutting"]["plans"]:
+            _check("cutting.plans", [since, *sizes], [_POSITIVE])
             _require("cutting.plans", sizes, sizes)
         position = part["position"]
         left, has_drawn = position["put_back"] or position["used"] > 0, position["batches"] > 0
@@ -126,20 +86,21 @@ def check_types(content: Mapping[str, Any]) -> None:
 
 
 def _check(name: str, value: Any, form: Any) -> None:
-    is_optional = type(form) is tuple
-    form = form[1] if is_optional else form
-    if is_optional and value is None:
-        return
-    if type(form) is dict:
+    if isinstance(form, tuple):
+        if value is not None:
+            _check(name, value, form[0])
+    elif isinstance(form, dict):
         _require(name, value, isinstance(value, Mapping))
         for key, inner in form.items():
             _check(f"{name}.{key}".strip("."), value[key], inner)
-    elif type(form) is list:
+    elif isinstance(form, list):
         _require(name, value, isinstance(value, list | tuple))
         for item in value:
             _check(name, item, form[0])
+    elif isinstance(form, range):
+        _require(name, value, type(value) is int and value in form)
     else:
-        _require(name, value, form(value))
+        _require(name, value, isinstance(value, form))
 
 
 def _require(name: str, value: object, is_right: object) -> None:
@@ -164,46 +125,42 @@ def check_like(name: str, value: Any, own: Any) -> None:
         _require(name, value, isinstance(value, list | tuple) and (not own or len(value) == len(own)))
         for item, one in zip(value, own, strict=False):
             check_like(name, item, one)
-    elif own is None or _flag(own):
-        _require(name, value, value is None or _flag(value) or (own is None and _is_number(value)))
+    elif own is None or type(own) is bool:
+        _require(name, value, value is None or type(value) is bool or (own is None and _is_number(value)))
     elif _is_number(own):
         _require(name, value, _is_number(value))
     elif isinstance(own, Tensor):
         _require(name, value, isinstance(value, Tensor) and value.shape == own.shape)
     elif type(own) is str:
-        _require(name, value, _text(value))
+        _require(name, value, type(value) is str)
 
 
 def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> None:
-    """Check what an optimizer keeps for each parameter.
+    """Check what an optimizer keeps for each parameter; of others than PyTorch's is only known that it has names.
 
-    PyTorch's keep the same entries for all parameters of a group: numbers, or tensors of the parameter's shape. Of
-    others is only known that entries of a name are of one type in a group, where they are there.
+    PyTorch's keep the same entries for all parameters of a group: numbers, or tensors of the parameter's shape.
 
     Raises:
-        ValueError: They are not.
+        ValueError: It is of another kind.
     """
+    kind = type(optimizer)
+    is_plain = kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
     number = 0
     for group in optimizer.param_groups:
-        kinds: dict[str, type] = {}
-        names: set[Any] = set()
+        common: dict[Any, bool] = {}  # entries, and whether they are tensors
         for parameter in group["params"]:
             what, state = f"optimizer.state.{number}", states.get(number, {})
             number += 1
             _require(what, state, isinstance(state, Mapping))
+            if not is_plain:
+                continue
             for name, value in state.items():
-                kind = Tensor if isinstance(value, Tensor) else type(value)
-                _require(f"{what}.{name}", value, value is None or kinds.setdefault(name, kind) is kind)
-                fits = _is_number(value) or (kind is Tensor and value.shape == parameter.shape)
-                _require(f"{what}.{name}", value, fits or not _is_plain(optimizer))
-            names = names or set(state)
-            _require(what, state, not state or set(state) == names or not _is_plain(optimizer))
-    _require("optimizer.state", states, states.keys() <= set(range(number)) or not _is_plain(optimizer))
-
-
-def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
+                is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape
+                _require(f"{what}.{name}", value, is_like_it or _is_number(value))
+            entries = {name: isinstance(value, Tensor) for name, value in state.items()}
+            common = common or entries
+            _require(what, state, entries in ({}, common))
+    _require("optimizer.state", states, not is_plain or states.keys() <= set(range(number)))
 
 
 def _is_number(value: object) -> bool:
