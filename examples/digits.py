@@ -57,7 +57,7 @@ def outcome(result: autoaccum.FitResult, limit: str) -> str:
     cut, last = result.plan.micro_batches, result.evaluations[-1]
     return f"""
 Memory: {max(cut)} images fit at once in {limit}, so each batch of {sum(cut)} ran as {"+".join(map(str, cut))}.
-Training: {result.steps} optimizer steps with the gradient of the whole batch; memory ran out {result.oom_events} times.
+Training: {result.steps} optimizer steps, each with the gradient of its whole batch; memory ran out {result.oom_events} times.
 Result: {last.metrics["accuracy"]:.1%} of {last.samples} digits that it had not seen are read right."""
 
 
@@ -65,7 +65,8 @@ if __name__ == "__main__":
     demo = job()
     limit = demo.arguments["memory_limit"]
     print(
-        f"The demo trains a ResNet-18 with batches of 100 images in {limit}, where 100 do not fit: some 20 seconds.",
+        f"The demo trains a ResNet-18 with batches of 100 images in {limit}, where 100 do not fit: "
+        "half a minute on two free cores.",
         flush=True,
     )
     print(outcome(autoaccum.fit(**demo.arguments), limit))

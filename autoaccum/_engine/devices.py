@@ -34,6 +34,8 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
     """
     if not isinstance(model, nn.Module):
         advice = f"pass an instance: {model.__name__}(...)" if isinstance(model, type) else "pass one"
+        if hasattr(model, "dataset"):
+            advice = "the first argument is the model, and the loader comes second"
         raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; {advice}")
     if isinstance(device, MemoryBackend):
         existing(device.device)

@@ -165,7 +165,7 @@ def check_metrics(metrics: Any) -> None:
             continue
         if not callable(metric):
             raise InvalidInputError(
-                f"metrics: {name!r} is {shown(metric)}; pass a callable of (outputs, targets) or a torchmetrics object"
+                f"metrics={shown(metric)} is no metric; pass a callable of (outputs, targets), or a torchmetrics object"
             )
         check_function(f"metrics: {name!r}", metric, "outputs, targets")
 

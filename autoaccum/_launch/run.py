@@ -199,7 +199,8 @@ class _Run:
         if not known:
             self._notices.say(
                 f"{what}, but the command's micro-batch is unknown, so it cannot be reduced; pass --target-batch and "
-                "write {micro_batch} and {accum_steps} in the command, or pass --micro-batch"
+                "write {micro_batch} and {accum_steps} in the command, or, if the script trains with autoaccum, which reads "
+                "the size, pass --micro-batch"
             )
             return ended.code
         failed = min(known)
@@ -207,7 +208,11 @@ class _Run:
             self._notices.say(f"{what} with micro-batches of 1, and there is nothing smaller to try")
             return passed_on(ended.code)
         if attempt >= self._options.retries:
-            self._notices.say(f"{what} with micro-batches of {failed}, and no retry is left ({attempt} were made)")
+            made = f"--retries={self._options.retries}"
+            self._notices.say(
+                f"{what} with micro-batches of {failed}, and no retry is left ({made}); allow more if a smaller size "
+                "would fit, and see `autoaccum doctor` if memory runs out at any size"
+            )
             return passed_on(ended.code)
         retry = f"retry {attempt + 1} of {self._options.retries}"
         self._notices.say(f"{what} with micro-batches of {failed}; restarting, {retry}")

@@ -25,6 +25,7 @@ LABELS = f"labels that are not {IGNORED}"
 SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
 _ZEROS, _SHIFTED_ZEROS = "the number of 0", "the number of 0, shifted by one"
 _OF_MASKS = (SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
+POSITIVE = "the number above 0"
 SHIFTED = f"{LABELS}, shifted by one"
 _SHIFTED = (SHIFTED, _SHIFTED_SUM, _SHIFTED_ZEROS)
 _WAYS: dict[str, Callable[[Any], Any]] = {
@@ -32,7 +33,7 @@ _WAYS: dict[str, Callable[[Any], Any]] = {
     SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
     SUM: lambda one: one.sum(dtype="float64"),
     _SHIFTED_SUM: lambda one: one[..., 1:].sum(dtype="float64"),
-    "the number above 0": lambda one: (one > 0).sum(),
+    POSITIVE: lambda one: (one > 0).sum(),
     _ZEROS: lambda one: (one == 0).sum(),
     _SHIFTED_ZEROS: lambda one: (one[..., 1:] == 0).sum(),
 }

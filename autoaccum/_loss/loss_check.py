@@ -730,9 +730,9 @@ class TrialLosses:
             if self.weights.is_trusted:
                 return {}
             error.add_note(
-                f"autoaccum: it came when the loss was tried on {sample.samples} samples, to learn how micro-batches "
-                "are weighed; if the model takes only certain numbers of samples, pass loss_reduction='mean' or 'sum', "
-                "which leaves this out, and a micro_batch= of such a number"
+                f"autoaccum: it is the model's or the loss's own error, on the first {sample.samples} samples that were "
+                "tried. Only if they take certain numbers of samples alone, pass loss_reduction='mean' or 'sum', which "
+                "leaves this trial out, and a micro_batch= of such a number"
             )
             raise
 

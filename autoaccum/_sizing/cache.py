@@ -94,7 +94,7 @@ class PlanCache:
     def announce(self, remembered: Remembered) -> None:
         """Say that a search begins with the result of an earlier one."""
         what = f"a search from {remembered.micro_batch} on, which fitted in an earlier run, as {self._folder} has it"
-        self._notices.choose(what, "AUTOACCUM_CACHE_DIR= searches anew")
+        self._notices.choose(what, "the environment variable AUTOACCUM_CACHE_DIR, set to nothing")
 
     def keep(self, key: Key, remembered: Remembered) -> None:
         """Store a result, replacing an earlier one."""

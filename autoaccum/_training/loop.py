@@ -156,6 +156,8 @@ class Training:
             return
         if isinstance(error, KeyboardInterrupt):
             hint = "; sys.last_value.result is the result so far" if hasattr(sys, "ps1") else ""
+            if self._checkpoints is None:
+                hint += "; nothing is saved, as checkpoint=FOLDER would have done"
             self._notices.say(f"interrupted after step {self._progress.state.windows}{hint}")
 
     def _end(self, result: FitResult | None, error: BaseException | None, started: float) -> None:

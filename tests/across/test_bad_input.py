@@ -58,7 +58,7 @@ ARGUMENTS = [
     ({"loss": nn.MSELoss(), "loss_reduction": "sum"}, "contradicts the loss, a MSELoss with reduction='mean'"),
     ({"noise_scale": True, "loss_scope": "window"}, "noise_scale=True compares gradients of micro-batches"),
     ({"optimizer": over_another_model}, "2 of them not the model's"),
-    ({"val_loader": [], "metrics": "accuracy"}, "pass a callable of (outputs, targets) or a torchmetrics object"),
+    ({"val_loader": [], "metrics": "accuracy"}, "is no metric; pass a callable of (outputs, targets)"),
     ({"device": "cuda:99"}, "device='cuda:99' is not available; this machine has 'cpu'"),
     ({"memory_limit": "12 parsecs"}, "memory_limit='12 parsecs' has the unknown unit 'parsecs'; give bytes"),
     ({"memory_limit": 1.5}, "memory_limit=1.5 is read as a fraction and must be above 0 and at most 1"),

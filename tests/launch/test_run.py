@@ -166,7 +166,7 @@ def test_a_target_with_few_divisors_is_remarked_upon_once():
 
 @pytest.mark.parametrize(
     ("options", "most", "said"),
-    [(["--retries", 2], 0, "no retry is left (2 were made)"), (["--micro-batch", 1], 0, "nothing smaller to try")],
+    [(["--retries", 2], 0, "no retry is left (--retries=2)"), (["--micro-batch", 1], 0, "nothing smaller to try")],
 )
 def test_what_fits_at_no_size_ends_with_4_and_a_line_that_says_so(options, most, said):
     ended = run(python(SCRIPT, "{micro_batch}", most), "--target-batch", 64, *options)

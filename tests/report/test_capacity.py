@@ -148,7 +148,7 @@ def test_size_that_fits_only_in_its_trial_is_reported_smaller():
 
     assert report.measured.micro_batch == 57
     assert report.measured.trials[-1].size == report.measured.plan.micro_batch == 32
-    assert any("64 was looked into" in warning for warning in report.warnings)
+    assert any("whole step of 64 ran out of memory" in warning for warning in report.warnings)
 
 
 def test_where_the_plans_own_size_does_not_fit_few_others_are_asked_about():

@@ -173,7 +173,7 @@ def test_remembered_sizes_and_a_resumed_checkpoint_are_told_with_how_to_do_witho
         return line
 
     assert "has no checkpoint yet (resume=True requires one)" in chosen(1, checkpoint=tmp_path / "run")
-    assert "(AUTOACCUM_CACHE_DIR= searches anew)" in chosen(1)
+    assert "(the environment variable AUTOACCUM_CACHE_DIR, set to nothing)" in chosen(1)
     assert "(resume=False starts from scratch)" in chosen(2, checkpoint=tmp_path / "run")
 
 
