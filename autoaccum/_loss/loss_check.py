@@ -49,6 +49,8 @@ FOUR_BYTES = 4
 _LOOKED_AT, _MOST_CHOICES = 64, 8
 # The most samples that are read one by one.
 _MOST_ALONE = 6
+# After so many passes of a first check, the next check looks for hidden state.
+_MOST_PASSES = 3
 # The relative difference that rounding may cause, by the lowest precision of the passes.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
 _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
@@ -479,6 +481,7 @@ class TrialLosses:
     _found: dict[str, list[TermForm]] = field(default_factory=dict)  # by the choices of samples until now
     _open: set[str] = field(default_factory=set)  # losses that no choice has confirmed yet
     _confirmed: set[str] = field(default_factory=set)
+    _passes: int = 0
 
     def forms(self, window: Window, most: int, larger: int) -> dict[str, list[TermForm]] | None:
         """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
@@ -515,11 +518,17 @@ class TrialLosses:
 
     def _try(self, source: _Pass, sample: Window, first: int) -> None:
         """Find the terms of one source's losses that are not confirmed yet."""
+        self._passes = 0
         whole = self._whole(source, sample)
         self._look_for_state(source, whole, sample)
         if self.weights.is_trusted:  # as `loss=None` shows only now
             self._try_model(source, whole, sample, first)
-            return
+        else:
+            self._try_loss(source, whole, sample, first)
+        self._look_for_hidden_state(source, whole, sample)
+
+    def _try_loss(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> None:
+        """Find the terms of losses, given those of all samples."""
         halves = self._halves(source, whole, sample, first)
         for name, run in whole.items():
             if name in self._confirmed:
@@ -554,6 +563,15 @@ class TrialLosses:
             )
         ):
             self.weights.warn_of_state(names)
+
+    def _look_for_hidden_state(self, source: _Pass, whole: Mapping[str, Run], sample: Window) -> None:
+        """Warn if another pass over all samples differs from the first, though all that is known was put back."""
+        is_later = self._passes > _MOST_PASSES and not self.weights.forms.keys() >= whole.keys()
+        if not (whole and self.tells_of_state) or self.weights.warnings or is_later:
+            return
+        again = self._runs(source, sample, 0, sample.samples)
+        if any(name in again and _differ(run, again[name], self.tolerance) for name, run in whole.items()):
+            self.weights.warn_of_hidden_state()
 
     def _depends_on_state(
         self, source: _Pass, whole: Mapping[str, Run], sample: Window, *, with_buffers: bool = True
@@ -770,6 +788,7 @@ class TrialLosses:
             with_buffers: Whether to begin with the state of before, and not as the last pass has left it.
             with_attributes: Whether that includes plain attributes.
         """
+        self._passes += 1
         if with_buffers:
             self.mark.restore(with_attributes=with_attributes)
         self.mark.random.seed(seed)

@@ -197,6 +197,15 @@ class LossForms:
                 "(docs/losses.md)"
             )
 
+    def warn_of_hidden_state(self) -> None:
+        """Warn of a loss that is another in a second pass over the same samples."""
+        self.warn(
+            "the loss of the same samples differs from pass to pass, though random generators and all that modules "
+            "hold were put back: it depends on state that is kept elsewhere (an object, a closure, a class, an array), "
+            "or draws from a generator that no module holds. State that forward() moves would move once for each "
+            "micro-batch; keep it in a buffer, and move it once an optimizer step, from a callback's on_step"
+        )
+
     def learn(
         self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True, is_complete: bool = True
     ) -> None:

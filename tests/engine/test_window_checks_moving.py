@@ -260,3 +260,57 @@ def test_loss_that_moves_is_warned_of_by_fit_and_accumulator_alike():
     (text,) = result.warnings
     assert text.startswith("forward() moves center")
     assert report.warnings == (text,)
+
+
+class Average:
+    """A moving average, as many a library keeps it beside the modules."""
+
+    calls = 0
+
+    def __init__(self):
+        self.value = torch.zeros(WIDTH).double()
+
+    def update(self, outputs):
+        Average.calls += 1
+        self.value = 0.9 * self.value + 0.1 * outputs.detach().mean(0)
+
+
+def in_an_object(average):
+    return lambda outputs: average.update(outputs) or outputs - average.value
+
+
+def in_a_closure(_):
+    calls = [0]
+
+    def layer(outputs):
+        calls[0] += 1
+        return outputs * (1 + 0.1 * calls[0])
+
+    return layer
+
+
+def in_a_class(average):
+    return lambda outputs: average.update(outputs) or outputs * (1 + 0.1 * Average.calls)
+
+
+class Applies(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, inputs):
+        return self.function(self.linear(inputs))
+
+
+@pytest.mark.parametrize("loss", [None, lambda outputs, targets: (outputs - targets).square().mean()])
+@pytest.mark.parametrize("kept", [in_an_object, in_a_closure, in_a_class])
+def test_state_that_no_module_holds_is_warned_of(kept, loss):
+    told = warned_of(Applies(kept(Average())), loss=loss)
+
+    assert any("differs from pass to pass" in text for text in told)
+
+
+@pytest.mark.parametrize("loss", [None, lambda outputs, targets: (outputs - targets).square().mean()])
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.RReLU(), nn.BatchNorm1d(WIDTH), nn.Tanh(), Applies(torch.sin)])
+def test_layers_that_keep_nothing_elsewhere_are_not_warned_of(layer, loss):
+    assert warned_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), loss=loss) == []
