@@ -748,7 +748,7 @@ class TrialLosses:
             if self.weights.is_trusted:
                 return {}
             error.add_note(
-                f"autoaccum: it is the model's or the loss's own error, on the first {sample.samples} samples that were "
+                f"autoaccum: it is an error of the model or the loss, on the first {sample.samples} samples that were "
                 "tried. Only if they take certain numbers of samples alone, pass loss_reduction='mean' or 'sum', which "
                 "leaves this trial out, and a micro_batch= of such a number"
             )
