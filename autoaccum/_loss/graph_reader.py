@@ -51,6 +51,7 @@ class ReadTerm:
         is_counted: Whether its weight comes from a count or a divisor.
         is_mean: Whether an operator takes a mean, so that its weight is not only what the loss itself divides by.
         end: The node whose result is summed, as far as its elements have one factor.
+        product: The node that multiplies it by a number with a gradient of its own, if any.
         is_nonlinear: Whether it could not be read because a number is no multiple of what it is computed from.
         may_be_0: Whether its value may be 0, as where nothing counts.
     """
@@ -61,6 +62,7 @@ class ReadTerm:
     is_counted: bool = False
     is_mean: bool = False
     end: Any = None
+    product: Any = None
     is_nonlinear: bool = False
     may_be_0: bool = True
 
@@ -186,10 +188,26 @@ def _unchanged(node: Any, term: ReadTerm) -> list[ReadTerm]:
 
 
 def _times(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    if len(_inputs(node)) > 1:
+        return _product(node, term)
     inner, _, place = _only_input(node)
     if not _scales(node, place, term, lambda other: other.numel() == 1):
         raise _UnreadError
     return _read(inner, term)
+
+
+def _product(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    """Read a mean times (or over) a number with a gradient of its own, as a learned weight of a task has one."""
+    if any(math.prod(_shape(inner, number)) != 1 for inner, number, _ in _inputs(node)):
+        raise _UnreadError
+    places = [place for *_, place in _inputs(node)]
+    read = [_read(inner, term.at(term.node, term.weight)) for inner, *_ in _inputs(node)]
+    counted = [n for n, terms in enumerate(read) if len(terms) == 1 and terms[0].is_counted]
+    is_divisor = node.name().startswith("Div") and places[counted[0]] == 1 if counted else False
+    if len(counted) != 1 or read[counted[0]][0].weight is None or is_divisor:
+        raise _UnreadError
+    read[counted[0]][0].product = node
+    return read[counted[0]]
 
 
 def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor], bool]) -> bool:
@@ -341,8 +359,20 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
     return [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
 
 
-def stopped(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Let no gradient pass, as a hook of a node."""
+def stop(term: ReadTerm, but: ReadTerm | None = None) -> list[Any]:
+    """Let no gradient of a term pass, `but` for what it shares with another; return the handles of the hooks.
+
+    A division by 0, which would make NaN of 0, is between its two ends.
+    """
+    nodes = [node for node in (term.node, term.end) if node is not None and not hasattr(node, "variable")]
+    nodes = [node for node in nodes if but is None or node is not but.end]
+    handles = [node.register_prehook(_zeros) for node in nodes]
+    if term.product is not None:
+        handles.append(term.product.register_hook(lambda gradients, _: _zeros(gradients)))
+    return handles
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import _engine_run_backward
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import LABELS, SUM, counts_in, counts_of
-from autoaccum._loss.graph_reader import ReadTerm, leaves_of, nodes_of, read, stopped
+from autoaccum._loss.graph_reader import ReadTerm, leaves_of, nodes_of, read, stop
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
@@ -200,11 +200,7 @@ def _on_the_host(weight: Any) -> float | None:
 @contextmanager
 def _only(terms: Sequence[ReadTerm], number: int) -> Iterator[None]:
     """Let the gradient of a single term pass."""
-    others = [term for place, term in enumerate(terms) if place != number]
-    # At both ends, since a division by 0 between them makes NaN of 0.
-    nodes = [node for term in others for node in (term.node, term.end) if node is not terms[number].end]
-    nodes = [node for node in nodes if node is not None and not hasattr(node, "variable")]
-    handles = [node.register_prehook(stopped) for node in nodes]
+    handles = [handle for place, one in enumerate(terms) if place != number for handle in stop(one, but=terms[number])]
     try:
         yield
     finally:

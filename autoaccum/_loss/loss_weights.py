@@ -23,7 +23,7 @@ from autoaccum._loss.graph_reader import (
     has_only_weights_of_0,
     is_mean_over_classes,
     read,
-    stopped,
+    stop,
     weight_at_once,
 )
 from autoaccum._loss.loss_forms import LossForms, Weighting, share_a_divisor
@@ -485,8 +485,7 @@ class LossWeights(LossForms):
     def _stop(self, terms: Sequence[ReadTerm]) -> None:
         """Let no gradient of a loss pass in which nothing counts: a division by 0 makes NaN of 0."""
         for term in terms if self.has_to_pass else ():
-            if term.end is not None:
-                term.end.register_prehook(stopped)
+            stop(term)
 
     def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, of: Window | None) -> float:
         """Return what a loss is divided by: 0 in place of max(1, 0); warn where it is more than what is counted."""
@@ -541,9 +540,9 @@ class LossWeights(LossForms):
         for one, factor in zip(found, own, strict=True):
             if factor != share:
                 one.node.register_prehook(_scaling(factor / share))
-            if not factor and one.end is not None:  # a division by 0 makes NaN of 0
+            if not factor:
                 term.has_nothing = True
-                one.end.register_prehook(stopped)
+                stop(one)
         return term.value * share
 
     def _compare_terms(self, name: str, found: Sequence[ReadTerm], factors: Factors) -> None:

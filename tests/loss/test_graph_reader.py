@@ -152,3 +152,34 @@ def test_every_node_has_its_canary():
     tried = {name.split()[0].rstrip(",") for name in NODES} | NONLINEAR.keys()
 
     assert set(graph_reader._BY_NAME) - aliases - tried <= {"Mm", "Bmm"}
+
+
+@pytest.mark.parametrize("how", [lambda one, other: one * other, lambda one, other: other * one, torch.div])
+def test_mean_times_a_number_with_a_gradient_is_read_by_its_mean(how):
+    x, _, _ = made()
+    scale = torch.tensor(0.5, dtype=torch.float64).requires_grad_()
+
+    (term,) = read(how(x.square().mean(), scale.exp()))
+
+    assert term.weight == N * C
+
+
+def test_product_of_two_means_is_not_read():
+    x, _, _ = made()
+
+    (term,) = read(x.square().mean() * x.abs().mean())
+
+    assert term.weight is None
+
+
+def test_stopped_term_leaves_zeros_though_it_is_divided_by_0():
+    x, _, _ = made()
+    scale = torch.tensor(0.5, dtype=torch.float64).requires_grad_()
+    loss = scale.exp() * (x.square().sum() / 0.0) + x.mean()
+
+    first, *_ = read(loss)
+    graph_reader.stop(first)
+    loss.backward()
+
+    assert scale.grad == 0
+    assert torch.equal(x.grad, torch.full_like(x, 1 / (N * C)))

@@ -1,0 +1,209 @@
+"""Compares what a loss gave for some samples with what it gave for two parts: do the sums add up, do the weights?
+
+A summand is S / w. Where S adds up and w does too, it is a mean; where S adds up and w is the same in all, a sum; where
+the gradients themselves are the same, no sample changes it. Where S adds up and w is max(k, n), a count of the batch
+says n. Anything else compares samples with each other, and micro-batches do not give its gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from autoaccum._loss.batch_counts import ELEMENTS, LABELS, POSITIVE, SAMPLES, SUM
+from autoaccum._loss.observation import differ
+from autoaccum._loss.summands import (
+    SAME_WEIGHT,
+    Known,
+    Reduction,
+    Source,
+    by_samples,
+    counts_of_divisor,
+    hints_of,
+    is_same,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from autoaccum._loss.graph_reader import ReadTerm
+    from autoaccum._loss.observation import Observation
+
+# Passes of other random numbers differ by less than so many times what two of the same samples differ by, where that is
+# known of so many parameters; and values, which are less random, by this part of them.
+_SPREADS, _FOR_SPREAD, _NEARLY = 6.0, 4, 0.15
+# The ways of counting that may stand for a weight which the graph does not say.
+_TOLD_BY_BATCH = (LABELS, ELEMENTS, SAMPLES[0])
+# The ways of counting what a loss divides by as max(k, n).
+_CLAMPED = (LABELS, SUM, POSITIVE)
+
+
+def compare(
+    whole: Observation, parts: Sequence[Observation], again: Observation | None, tolerance: float
+) -> list[Known]:
+    """Return how each summand of a loss is put together.
+
+    Args:
+        whole: Of all samples.
+        parts: Of two parts of them.
+        again: Once more of all samples, with other random numbers; None if it was not tried.
+        tolerance: The relative difference that rounding may cause.
+    """
+    spread = again if again is not None and differ(whole, again, tolerance) else None
+    if len({len(one.summands) for one in (whole, *parts)}) > 1:
+        whole, parts = whole.as_one(), [part.as_one() for part in parts]
+    runs = [whole, *parts]
+    found = [_Compared(number, runs, tolerance, spread).known() for number in range(len(whole.summands))]
+    is_misread = found[0].reduction is Reduction.UNCONFIRMED and found[0].source is Source.GRAPH
+    if is_misread and spread is None and len(found) == 1 and not whole.is_stated:
+        other = _Compared(0, [one.as_one() for one in runs], tolerance, None).known()
+        found = found if other.reduction is Reduction.UNCONFIRMED else [other]
+    return found
+
+
+class _Compared:
+    """One summand of all samples beside that of the parts.
+
+    Args:
+        number: The summand.
+        runs: All samples, then the parts.
+        tolerance: The relative difference that rounding may cause.
+        again: All samples with other random numbers, where they make a difference.
+    """
+
+    def __init__(self, number: int, runs: Sequence[Observation], tolerance: float, again: Observation | None) -> None:
+        self._runs = runs
+        self._summands = [run.summands[number] for run in runs]
+        self._gradients = [run.gradients[number] for run in runs]
+        self._added = [self._gradients]  # what has to add up
+        if len(runs[0].summands) == 1:  # otherwise the value of a summand is not known
+            self._added.append([torch.tensor([run.value], dtype=torch.float64) for run in runs])
+        self._tolerance = tolerance
+        self._is_random = again is not None
+        is_alike = again is not None and len(again.summands) == len(runs[0].summands)
+        self._again = again.gradients[number] if again is not None and is_alike else self._gradients[0]
+
+    def known(self) -> Known:
+        """Return how the summand is put together."""
+        weights = [one.weight for one in self._summands]
+        is_read = None not in weights
+        if is_read and (mean := self._mean(weights)) is not None:
+            return mean
+        if self._is_constant():
+            return by_samples(Reduction.CONSTANT)
+        if not is_read:
+            return self._unread()
+        if all(is_same(one, weights[0]) for one in weights) and self._is_sum():
+            return sum_of(self._summands[0], self._runs[0])
+        return replace(by_samples(Reduction.UNCONFIRMED), source=Source.GRAPH)
+
+    def _mean(self, weights: Sequence[float]) -> Known | None:
+        """Return a summand whose weights add up, but for those of max(k, n); None if they do not."""
+        whole, *parts = weights
+        if not whole or not self._add_up([one / whole for one in parts]):
+            return None
+        source, tolerance = Source.GRAPH, SAME_WEIGHT
+        if self._runs[0].is_stated:  # weights in a pair may have half precision
+            source, tolerance = Source.STATED, self._tolerance
+        per_sample = abs(whole) / self._runs[0].samples
+        if is_same(sum(parts), whole, tolerance):
+            return self._hinted(Known(Reduction.MEAN, source, per_sample=per_sample), weights)
+        divisors = [float(one.divisor or 0.0) for one in self._summands]
+        least = min(divisors[1:])
+        is_proportional = all(is_same(w * divisors[0], d * whole) for w, d in zip(weights, divisors, strict=True))
+        if self._is_random or least <= 0 or is_same(least, divisors[0]) or not is_proportional:
+            return None
+        found = self._hinted(Known(Reduction.MEAN, source, per_sample=per_sample, least=least), weights)
+        return found if found.hints else None
+
+    def _hinted(self, known: Known, weights: Sequence[float]) -> Known:
+        """Return a mean with the counts of the batch that predict its weights."""
+        counts = [run.counts for run in self._runs]
+        divisors = [float(one.divisor or 0.0) for one in self._summands]
+        if divisors[0] and (found := counts_of_divisor(divisors, counts, known.least)):
+            smallest = min(one for one in divisors if one)
+            hints = dict.fromkeys(found, weights[0] / divisors[0])
+            return replace(known, hints=hints, is_divisor=True, smallest=smallest)
+        return known if known.least else replace(known, hints=hints_of(weights, counts))
+
+    def _is_constant(self) -> bool:
+        whole, *parts = self._gradients
+        norm = float(whole.norm())
+        return norm > 0 and all(
+            float((one - whole).norm()) <= self._tolerance * (float(one.norm()) + norm) for one in parts
+        )
+
+    def _is_sum(self) -> bool:
+        """Whether the parts add up to the whole: as far as can be seen, where passes are random."""
+        whole, *parts = self._gradients
+        if not all(float(one.norm()) for one in parts):  # a mean of the other part is a sum, too
+            return not float(whole.norm())
+        if not self._is_random:
+            return self._add_up([1.0] * len(parts))
+        if len(whole) >= _FOR_SPREAD:
+            rounding = self._tolerance * float(sum(one.norm() for one in self._gradients))
+            spread = float((self._again - whole).norm())
+            if float((_sum(parts) - whole).norm()) > _SPREADS * spread + rounding:
+                return False
+        return all(
+            abs(float(_sum(parts) - whole)) <= _NEARLY * float(_sum([one.abs() for one in (whole, *parts)]))
+            for whole, *parts in self._added[1:]
+        )
+
+    def _add_up(self, factors: Sequence[float]) -> bool:
+        """Whether gradients and values of the parts, times these factors, add up to those of the whole."""
+        for whole, *parts in () if self._is_random else self._added:
+            pairs = zip(factors, parts, strict=True)
+            scaled = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
+            room = self._tolerance * float(scaled.norm(dim=1).sum() + whole.norm())
+            if not float((scaled.sum(0) - whole).norm()) <= room:  # also where it is NaN
+                return False
+        return True
+
+    def _unread(self) -> Known:
+        """Return a summand that cannot be read: a sum, or what labels, elements or samples say, if they agree."""
+        unknown = by_samples(Reduction.UNCONFIRMED)
+        whole, *parts = self._runs
+        if (
+            self._is_random
+            or len(whole.summands) > 1
+            or any(one.is_nonlinear for one in self._summands)
+            or not all(float(one.norm()) for one in self._gradients[1:])
+        ):
+            return unknown  # their agreement says nothing
+        shares = {
+            count: tuple(part.counts.get(count, 0.0) / total for part in parts)
+            for count, total in whole.counts.items()
+            if total > 0 and count[0] in _TOLD_BY_BATCH
+        }
+        fitting = {count: of_parts for count, of_parts in shares.items() if self._add_up(of_parts)}
+        is_sum = self._add_up([1.0] * len(parts))
+        if not fitting:
+            return replace(unknown, reduction=Reduction.SUM) if is_sum else unknown
+        first = next(iter(fitting.values()))
+        pairs = [pair for of_parts in fitting.values() for pair in zip(of_parts, first, strict=True)]
+        if is_sum or not all(is_same(one, its) for one, its in pairs):
+            return unknown  # it would be a guess
+        return Known(Reduction.MEAN, Source.COUNTED, dict.fromkeys(fitting, 1.0))
+
+
+def sum_of(summand: ReadTerm, run: Observation) -> Known:
+    """Return a sum, which may be divided by a number of the batch."""
+    weight = abs(float(summand.weight or 0.0))
+    # Without a divisor the 1 is that of a plain sum, and a number of the batch is 1 by accident.
+    is_divided = summand.divisor is not None or not is_same(weight, 1.0)
+    number = next((at for at, one in run.numbers.items() if is_divided and is_same(one, weight)), None)
+    divisor = abs(float(summand.divisor or 0.0))
+    if number is not None or not divisor:
+        return Known(Reduction.SUM, per_sample=weight, number=number)
+    # What was no more than the divisor may be what max(k, n) counts.
+    hints = {count: 1.0 for count, n in run.counts.items() if count[0] in _CLAMPED and n <= divisor and n.is_integer()}
+    return Known(Reduction.SUM, hints=hints, per_sample=weight, least=divisor)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)

@@ -1,0 +1,272 @@
+"""What is known of every loss: by the arguments, by the type of a loss, by what it states, and by checks."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autoaccum._loss.summands import ADDED, STATED, Known, Reduction, in_words, merged
+from autoaccum.errors import InvalidInputError, LossWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from autoaccum._loss.loss_values import LossValue
+
+# State named in a warning.
+_NAMED = 5
+# After this many inconclusive checks in a row, check only when due.
+_MOST_INCOMPLETE = 4
+# After this many windows in a row whose weights were predicted wrong, windows run forward first, to learn them.
+_MOST_FAILURES = 3
+
+
+class RecheckWindow(Exception):  # noqa: N818 - it is no error of the user's
+    """A loss is not what is known of it: the window begins again with a check of the loss.
+
+    Args:
+        error: For the user, if the check has been made already.
+        is_known: Whether all is known by now, so that no check is needed.
+    """
+
+    def __init__(self, error: InvalidInputError, *, is_known: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.is_known = is_known
+
+
+class LossKnowledge:
+    """What is known of losses.
+
+    Args:
+        default: How every loss that is a number is put together, if the arguments say it.
+
+    Attributes:
+        default: As the argument.
+        summands: The summands of each loss, by its name.
+        is_torch_loss: Whether the loss is one of torch, so that only the model needs a check.
+        is_models_own: Whether the model, or a framework's trainer, computes the loss.
+        is_checked: Whether losses were tried on several samples, or on one where no two can be.
+        is_checked_now: Whether they were checked for the current window.
+        failures: Windows in a row whose weights were predicted wrong.
+        warnings: Warnings of gradients that may be wrong.
+        tried: The values that a check has compared, by name of the loss, to be shown.
+    """
+
+    def __init__(self, default: Known | None = None) -> None:
+        self.default = self._asked = default
+        self.summands: dict[str, tuple[Known, ...]] = {}
+        self.is_torch_loss = self.is_models_own = self.is_checked = self.is_checked_now = False
+        self.failures = 0
+        self.warnings: list[str] = []
+        self.tried: dict[str, str] = {}
+        self._moving: set[str] = set()  # state that was warned of
+        self._owes_warning = False
+        self._incomplete = 0  # checks in a row that have not confirmed every loss
+        self._graphs: set[tuple[Any, ...]] = set()  # the forms of graphs in windows that were checked
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether the arguments or the loss's type say how every loss is put together."""
+        return self.default is not None or self.is_torch_loss
+
+    @property
+    def needs_no_check(self) -> bool:
+        """Whether the arguments say it, whatever a check would show."""
+        return self.default is not None or (self.is_torch_loss and self._asked is not None)
+
+    @property
+    def runs_forward_first(self) -> bool:
+        """Whether windows run forward first, since the weights of several summands cannot be predicted."""
+        weighed = [one for one in self._all() if one.is_weighed]
+        if not weighed or len(self._all()) == 1:
+            return False
+        return self.failures >= _MOST_FAILURES or not all(one.hints for one in weighed)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether micro-batches are added."""
+        found = self._all()
+        return bool(found) and not any(one.is_weighed for one in found)
+
+    def _all(self) -> list[Known]:
+        return [one for of_loss in self.summands.values() for one in of_loss]
+
+    # --- what becomes known -------------------------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        """Begin a window, for which losses have not been checked yet."""
+        self.is_checked_now = False
+
+    def note(self, losses: Iterable[LossValue]) -> None:
+        """Note which losses state their weight, and which are as the arguments say."""
+        for loss in losses:
+            if loss.is_reported or (loss.weight is None and self.default is None):
+                continue
+            before = self.summands.get(loss.name)
+            if loss.weight is None:
+                self.summands[loss.name] = (self.default,)  # type: ignore[assignment]
+            elif before is None or before[0].source is not STATED.source:
+                if loss.is_sum and before is not None:
+                    raise InvalidInputError(
+                        f"loss {loss.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the "
+                        "same form in all of them"
+                    )
+                self.summands[loss.name] = (STATED,)
+
+    def state(self, name: str, known: Known | None) -> None:
+        """Take how a loss of torch is put together; None if it is none of torch's."""
+        self.summands.pop(name, None)
+        self.is_torch_loss = known is not None
+        self.default = self._asked if known is None else None
+        if known is not None:
+            self.summands[name] = (known,)
+
+    def learn(self, found: Mapping[str, Sequence[Known]], *, is_checked: bool = True, is_complete: bool = True) -> None:
+        """Take what a check has shown.
+
+        Args:
+            found: The summands of each loss, by name.
+            is_checked: Whether they were tried on several samples.
+            is_complete: Whether every loss was confirmed.
+
+        Raises:
+            InvalidInputError: A loss compares samples with each other.
+        """
+        self._incomplete = 0 if is_complete else self._incomplete + 1
+        self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
+        self.is_checked_now = is_complete or not self.summands.keys() >= found.keys()
+        self._owes_warning = not is_checked and not self.summands.keys() >= found.keys()
+        for name, known in found.items():
+            before = self.summands.get(name)
+            both = merged(known, before) if before and len(before) == len(known) else None
+            if is_checked or before is None:
+                self.summands[name] = tuple(known) if both is None else both
+            self._refuse_or_warn(name, known)
+
+    def _refuse_or_warn(self, name: str, known: Sequence[Known]) -> None:
+        """Reject a loss whose sums do not add up; warn of such a summand in a model's own, or beside a sum."""
+        doubtful = [number for number, one in enumerate(known) if one.reduction is Reduction.UNCONFIRMED]
+        if not doubtful:
+            return
+        others = {one.reduction for one in known} - {Reduction.UNCONFIRMED, Reduction.CONSTANT}
+        term = f"term {doubtful[0] + 1} of {len(known)} of loss {name!r}" if len(known) > 1 else f"loss {name!r}"
+        if not others or (Reduction.MEAN in others and not self.is_models_own):
+            beside = "; or return it by its name, as (term * n, n), which counts by samples" if others else ""
+            raise InvalidInputError(
+                f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch do not add up"
+                f"{self.tried.get(name, '')}. Pass loss_scope='window' (with forward= and loss= in place of a closure) "
+                "if the loss compares samples; normalise before backward() what it normalises; or return a (sum, "
+                f"weight) pair{beside}"
+            )
+        counts = "counts once in each micro-batch" if Reduction.SUM in others else "counts by samples"
+        self.warn(
+            f"{term} is neither a mean nor a sum over samples, as a router's balancing loss is not: it {counts}, and "
+            "its gradient may differ from the whole batch's"
+        )
+        if Reduction.SUM in others:
+            self.summands[name] = tuple(
+                ADDED if one.reduction is Reduction.UNCONFIRMED else one for one in self.summands[name]
+            )
+
+    def replace(self, name: str, number: int, **changes: Any) -> None:
+        """Change what is known of a summand."""
+        known = list(self.summands[name])
+        known[number] = replace(known[number], **changes)
+        self.summands[name] = tuple(known)
+
+    def note_graph(self, name: str, form: tuple[Any, ...]) -> bool:
+        """Note the form of a loss's graph in a window that was checked; return whether it is a known one."""
+        if self.is_checked_now:
+            self._graphs.add((name, *form))
+        return (name, *form) in self._graphs
+
+    # --- warnings -----------------------------------------------------------------------------------------------------
+
+    def warn(self, text: str) -> None:
+        """Warn once that a gradient may be wrong."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            warnings.warn(f"autoaccum: {text}", LossWarning, stacklevel=2)
+
+    def warn_of_divisor(self, name: str, divisor: float) -> None:
+        """Warn of a sum that may be a mean which is divided by max(k, n)."""
+        self.warn(
+            f"loss {name!r} is divided by {divisor:g} in all micro-batches, as by max({divisor:g}, n) where n is at "
+            f"most {divisor:g}, and is taken for a sum: micro-batches are added; return the (sum, weight) pair with n "
+            "itself, or pass loss_reduction='sum'"
+        )
+
+    def warn_if_unchecked(self, *, is_said: bool = True) -> None:
+        """Warn of what is known of a single sample alone, or forget it; not before that sample has fitted."""
+        owes, self._owes_warning = self._owes_warning, False
+        if owes and is_said:
+            self.warn(
+                "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
+                "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
+            )
+
+    def warn_of_compared_samples(self, *, by_state: bool) -> None:
+        """Warn of a model that compares samples, or moves `by_state` that it reads, under a loss of torch."""
+        if by_state:
+            self.warn(
+                "the model's outputs depend on state that forward() carries from call to call (a running mean, a "
+                "hidden state, a queue), which moves once for each micro-batch, so the gradient is not that of the "
+                "whole batch; move it once an optimizer step, from a callback's on_step (docs/losses.md)"
+            )
+            return
+        self.warn(
+            "the model's outputs for a sample depend on the others of its micro-batch, as x - x.mean(0) in forward() "
+            "makes them, so the gradient is not that of the whole batch (torch's BatchNorm modules are left out of "
+            "this check)"
+        )
+
+    def warn_of_state(self, names: Iterable[str]) -> None:
+        """Warn of state that forward passes move; once of each name."""
+        new = sorted(set(names) - self._moving)
+        self._moving |= set(new)
+        if new:
+            listed = ", ".join(new[:_NAMED]) + (f" and {len(new) - _NAMED} more" if len(new) > _NAMED else "")
+            self.warn(
+                f"forward() moves {listed}: once for each micro-batch, not once an optimizer step, and later "
+                "micro-batches meet other values than the first. For the whole batch's gradient, collect in a buffer "
+                "in forward() what moves them, and move them once an optimizer step, from a callback's on_step "
+                "(docs/losses.md)"
+            )
+
+    # --- several ranks ------------------------------------------------------------------------------------------------
+
+    def in_short(self) -> Any:
+        """Return what must be the same on all ranks, to be compared."""
+        return self.failures, {
+            name: [(one.reduction.name, one.source.name, min(one.hints, default=None)) for one in known]
+            for name, known in sorted(self.summands.items())
+        }
+
+    def shared(self) -> tuple[Any, ...]:
+        """Return everything that other ranks have to know."""
+        return self.summands, self.is_checked, self.failures
+
+    def adopt(self, of_ranks: Sequence[tuple[Any, ...]]) -> None:
+        """Take what all ranks know together.
+
+        Raises:
+            InvalidInputError: They know different things of one loss.
+        """
+        self.is_checked_now = True
+        if not self.is_torch_loss:
+            self.summands = {}
+        for summands, is_checked, failures in of_ranks:
+            self.is_checked |= is_checked
+            self.failures = max(self.failures, failures)
+            for name, theirs in summands.items():
+                mine = self.summands.get(name, theirs)
+                both = merged(mine, theirs)
+                if both is None:
+                    raise InvalidInputError(
+                        f"loss {name!r} is put together otherwise on some ranks: {in_words(mine)}, and "
+                        f"{in_words(theirs)}; return the same form on all, a (sum, weight) pair, or pass "
+                        "loss_reduction="
+                    )
+                self.summands[name] = both
