@@ -252,6 +252,110 @@ def _ended(rank, size, model, watching, **arguments):
     }
 
 
+# --- what one rank writes to by itself --------------------------------------------------------------------------------
+
+
+class Scaling(torch.optim.SGD):
+    """Has a setting outside of its groups, and state by names that are not torch's."""
+
+    def __init__(self, parameters, factor):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.factor = factor
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(self.factor)
+        return super().step(closure)
+
+
+class After(autoaccum.Callback):
+    """Calls a function after one window."""
+
+    def __init__(self, window, function):
+        self.window, self.function = window, function
+
+    def on_step(self, report, *, epoch):
+        if report.step == self.window:
+            self.function()
+
+
+def _doubled(tensors):
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(2)
+
+
+def _swapped_signs(tensor):
+    with torch.no_grad():
+        tensor[:2].neg_()
+
+
+# What a rank does by itself: after which window, and to what, given the model and the optimizer.
+WRITES = {
+    "parameter": lambda model, optimizer: _doubled(model.parameters()),
+    "signs": lambda model, optimizer: _swapped_signs(model[0].bias),
+    "frozen": lambda model, optimizer: _doubled([model[3].bias]),
+    "state": lambda model, optimizer: _doubled(state["momentum_buffer"] for state in optimizer.state.values()),
+    "no state": lambda model, optimizer: optimizer.state.clear(),
+}
+
+
+def _pre_hook(model, optimizer):
+    optimizer.register_step_pre_hook(lambda *_: _doubled(parameter.grad for parameter in model.parameters()))
+
+
+def _post_hook(model, optimizer):
+    optimizer.register_step_post_hook(lambda *_: _doubled(model.parameters()))
+
+
+HOOKS = {"pre-hook": _pre_hook, "post-hook": _post_hook}
+
+
+def drifting(rank, size, what, who, *, window=2, last=6, folder=None):
+    """Train where one rank writes by itself, at once with hooks; return the error and how many windows were made."""
+    model, is_odd = net(), rank == who
+    if what == "frozen":
+        model[3].bias.requires_grad_(requires_grad=False)
+    if what == "attribute":
+        optimizer = Scaling(model.parameters(), 2.0 if is_odd else 1.0)
+    else:
+        optimizer = rank_training.sgd([one for one in model.parameters() if one.requires_grad])
+    watching = Watching(model, optimizer, None)
+    callbacks = [watching]
+    if is_odd and what in HOOKS:
+        HOOKS[what](model, optimizer)
+    if is_odd and what in WRITES:
+        callbacks.append(After(window, lambda: WRITES[what](model, optimizer)))
+    error = None
+    try:
+        rank_training.train(
+            rank, size, model=model, optimizer=optimizer, data=vectors(), loss=cross_entropy, target_batch=8,
+            micro_batch=2, shard=True, max_steps=last, callbacks=callbacks, checkpoint=folder,
+        )  # fmt: skip
+    except autoaccum.InvalidInputError as raised:
+        error = str(raised)
+    return error, len(watching.after)
+
+
+def drifting_in_a_loop(rank, size, who, *, windows=4):
+    """Step with an accumulator, where one rank writes to a parameter after the first batch."""
+    model = net()
+    optimizer = rank_training.sgd(model.parameters())
+    accumulating = autoaccum.Accumulator(model, loss=cross_entropy, device="cpu", precision="fp32", micro_batch=2)
+    batch = tuple(map(torch.stack, zip(*vectors(8)[rank::size], strict=True)))
+    for window in range(windows):
+        try:
+            accumulating.backward(batch)
+        except autoaccum.InvalidInputError as raised:
+            return str(raised), window
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == who and not window:
+            _doubled([model[0].bias])
+    return None, windows
+
+
 # --- what may differ --------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +398,35 @@ def of_functions(_):
     return {"scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)}
 
 
+def without_samples(rank):
+    """Train through many windows in most of which rank 1 has no samples."""
+    loader = DataLoader(vectors(160 if rank == 0 else 4), batch_size=4)
+    return {"shard": False, "make_loader": lambda *_: loader, "callbacks": []}
+
+
+def in_half_precision(_):
+    return {"precision": "fp16", "model": net().float(), "data": _in_single_precision(), "val_loader": None}
+
+
+def _in_single_precision():
+    return [(inputs.float(), target) for inputs, target in vectors(160)]
+
+
+def by_several_optimizers(_):
+    def optimizers(parameters):
+        return [rank_training.adam(parameters[:2]), rank_training.sgd(parameters[2:])]
+
+    return {"optimizer": optimizers, "data": vectors(160), "model": layers(nn.BatchNorm1d, 8)}
+
+
+def on_threads(rank):
+    """Train a layer that torch divides among threads, whose numbers differ."""
+    torch.set_num_threads(1 + rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 10_007), nn.Tanh(), nn.Linear(10_007, CLASSES)).double()
+    return {"model": model, "optimizer": rank_training.adam, "clip_grad_norm": 1.0}
+
+
 def kept_state(_):
     """Arguments of a second call with an optimizer that has a state."""
     model = net()
@@ -308,7 +441,7 @@ MAY_DIFFER = {
     one.__name__: one
     for one in (
         with_lambda, with_opaque_objects, on_plateau, observed_by_rank_0, numbers_of_other_types, of_functions,
-        kept_state,
+        without_samples, in_half_precision, by_several_optimizers, on_threads, kept_state,
     )
 }  # fmt: skip
 
@@ -316,7 +449,10 @@ MAY_DIFFER = {
 def alike(rank, size, what):
     asked = {"target_batch": 8, "micro_batch": 4, "shard": True, "data": vectors(), "loss": cross_entropy}
     asked |= {"val_loader": DataLoader(vectors(10), batch_size=5)}
-    return rank_training.train(rank, size, **asked | MAY_DIFFER[what](rank))
+    try:
+        return rank_training.train(rank, size, **asked | MAY_DIFFER[what](rank))
+    finally:
+        torch.set_num_threads(1)
 
 
 # --- loops with an accumulator ----------------------------------------------------------------------------------------

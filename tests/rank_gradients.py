@@ -82,13 +82,13 @@ def of_form(rank, size, form, *, only=None, **arguments):
 
 
 class Reshaping(autoaccum.Callback):
-    """Gives a parameter other data after the first update, on one rank or on all."""
+    """Gives a parameter other data on one rank or on all, before a window in which parameters are not compared."""
 
     def __init__(self, model, is_there):
         self.model, self.is_there = model, is_there
 
     def on_step(self, report, *, epoch):
-        if report.step == 1 and self.is_there:
+        if report.step == 2 and self.is_there:
             self.model.further.data = torch.zeros(3, CLASSES, dtype=torch.float64)
 
 

@@ -1,7 +1,7 @@
 """Checks that all ranks of a training have the same configuration, and gives them the same weights to begin with.
 
 What is compared when a training begins is one record, made in `make_alike`. The settings of the optimizer, which
-schedulers and callbacks move, are compared again before each optimizer step.
+schedulers and callbacks move, are compared again before each optimizer step; what is trained, now and then.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autoaccum._arguments import listed
 from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
-from autoaccum._distributed.descriptions import lines_of, lines_of_module, parts_of, text_of
+from autoaccum._distributed.descriptions import checksums, is_plain, lines_of, lines_of_module, parts_of, text_of
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._engine.finiteness import coming
 from autoaccum._engine.forward_backward import TrainingStep
@@ -136,16 +137,47 @@ class SharedSettings:
         return text_of(self._copies.get(id(value), value))
 
 
+def compare_weights(ranks: Ranks, step: GradientStep) -> None:
+    """Raise InvalidInputError on all ranks if checksums of their parameters, or of the optimizer's state, differ."""
+    mine = Outcome().run(lambda: _checksums(step))  # None, and no comparison, if one lacks memory for them
+    said = ranks.exchange("checksums", mine and hashlib.blake2b(repr(mine).encode(), digest_size=8).digest())
+    if None in said or len(set(said)) == 1:
+        return
+    of_all = ranks.exchange("unlike checksums", mine)
+    for name in (name for one in of_all for name in one):
+        if unlike := [f"rank {rank}" for rank, one in enumerate(of_all) if one.get(name) != of_all[0].get(name)]:
+            raise InvalidInputError(
+                f"{name} differs from that of rank 0 on {listed(unlike)}: only some ranks have written to it. Do so on "
+                "all: compare what callbacks, the optimizer and its hooks do; what forward() writes to must be a buffer"
+            )
+
+
+def _checksums(step: GradientStep) -> dict[str, list[int]]:
+    """Return checksums of the parameters and of the state of torch's own optimizers, by name."""
+    device, modules = step.memory.device.type, enumerate(step.objective.modules)
+    held = [pair for at, module in modules for pair in module.named_parameters(f"module {at}" if at else "")]
+    named: list[tuple[str, Any]] = [(f"the parameter {name!r}", parameter) for name, parameter in held]
+    if isinstance(step, TrainingStep) and _is_of_torch(step.optimizer):
+        states = [(name, step.optimizer.state.get(parameter, {})) for name, parameter in held]
+        named += [(f"the optimizer's {key} of {name!r}", value) for name, own in states for key, value in own.items()]
+    own = {name: one for name, one in named if isinstance(one, Tensor) and one.device.type == device and is_plain(one)}
+    with step.memory.lifted():
+        return dict(zip(own, checksums(list(own.values())), strict=True))
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has the same state on all ranks; others than torch's may divide it among them."""
+    parts = optimizer.parts if isinstance(optimizer, OptimizerList) else [optimizer]
+    return all(type(part).__module__.startswith("torch.optim.") for part in parts)
+
+
 def _is_plain(value: Any) -> bool:
     kind = type(value)
     return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
 
 
 def _lines_of_optimizer(step: GradientStep) -> list[str]:
-    """Return the class of the optimizer, its settings, which parameter is in which group, and what it begins with.
-
-    Of torch's own optimizers all ranks have the same state; others may divide it among them.
-    """
+    """Return the class of the optimizer, its settings, which parameter is in which group, and what it begins with."""
     if not isinstance(step, TrainingStep):
         return []
     optimizer = step.optimizer
@@ -155,11 +187,9 @@ def _lines_of_optimizer(step: GradientStep) -> list[str]:
     for number, group in enumerate(optimizer.param_groups):
         lines += [f"{names[parameter]!r} in group {number}" for parameter in group["params"]]
     lines.append("a state" if optimizer.state else "no state")
-    parts = optimizer.parts if isinstance(optimizer, OptimizerList) else [optimizer]
-    if all(type(part).__module__.startswith("torch.optim.") for part in parts):
-        for parameter in step.held():
-            state = optimizer.state.get(parameter, {})
-            lines += [f"{name}={text_of(value)} of {names[parameter]!r}" for name, value in state.items()]
+    if _is_of_torch(optimizer):
+        states = [(names[parameter], optimizer.state.get(parameter, {})) for parameter in step.held()]
+        lines += [f"{key}={text_of(value)} of {name!r}" for name, own in states for key, value in own.items()]
     return lines
 
 

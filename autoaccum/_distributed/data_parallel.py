@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
-from autoaccum._distributed.consistency import SharedSettings
+from autoaccum._distributed.consistency import SharedSettings, compare_weights
 from autoaccum._distributed.process_group import OutOfMemoryElsewhereError
 from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
@@ -364,11 +364,12 @@ class RankPeers(Peers):
     # --- what is known of losses, and what parts weigh ----------------------------------------------------------------
 
     def _prepare(self, window: Window) -> None:
-        """Choose the samples on which losses are tried before this window, if they are to be."""
+        """Compare parameters and choose the samples on which losses are tried before this window, if that is due."""
         self._windows += 1
         weights = self._step.objective.weights
         self.samples_to_try, weights.counted = None, {}
         if is_number_due(self._windows):
+            compare_weights(self.ranks, self._step)
             knows = weights.needs_no_check or (weights.is_trusted and weights.is_checked)
             self.samples_to_try = self._samples_to_try(window, sends=not knows)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,10 @@ from autoaccum._engine.dtensor import is_spread
 
 # A tensor of more elements is described by a checksum.
 _FEW = 16
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements of 8 bytes are two integers each: the sign bits of 64-bit integers would cancel in a sum.
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
+# So many integers are summed at a time, which takes 8 MB.
+_AT_ONCE = 1 << 20
 # The classes whose settings are compared: constructor's arguments that are kept as attributes.
 _WITH_SETTINGS = ("torch.nn.modules.", "torch.optim.", "torchmetrics.", "autoaccum.")
 # How a script is called on the rank that started the others, and on those.
@@ -47,7 +50,7 @@ def text_of(value: Any) -> str:
         case Tensor():
             text = _text_of_tensor(value)
         case np.generic() | np.ndarray():
-            text = text_of(value.tolist())
+            text = str(own) if isinstance(own := value.tolist(), np.generic) else text_of(own)  # of a long double
         case float():
             text = repr(value).removesuffix(".0")  # a rate of 1 is one of 1.0
         case int() | complex() | str() | bytes() | torch.dtype() | None:
@@ -69,15 +72,30 @@ def text_of(value: Any) -> str:
 
 
 def _text_of_tensor(value: Tensor) -> str:
-    form = form_of(value)
-    is_whole = not (is_spread(value) or is_traceable_wrapper_subclass(value) or value.is_quantized)
-    if not is_whole or value.layout is not torch.strided or value.is_meta:
-        return form
+    if not is_plain(value):
+        return form_of(value)
     if value.numel() <= _FEW:
         return text_of(value.tolist())
-    plain = as_plain(value.detach()).contiguous()
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    return f"{form} (checksum {int(plain.view(_INTEGERS[plain.itemsize]).sum(dtype=torch.int64))})"
+    return f"{form_of(value)} (checksum {sum(*checksums([value]))})"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has all its elements here, in memory."""
+    is_whole = not (is_spread(tensor) or is_traceable_wrapper_subclass(tensor) or tensor.is_quantized)
+    return is_whole and tensor.layout is torch.strided and not tensor.is_meta
+
+
+@torch.no_grad()
+def checksums(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return sums of the bits of each tensor, as integers weighted by their places, with one wait for the device."""
+    weights = torch.arange(1, 2 * min(_AT_ONCE, max(one.nbytes for one in tensors)), 2, device=tensors[0].device)
+    sums: list[list[Tensor]] = []
+    for tensor in tensors:
+        flat = as_plain(tensor.detach()).reshape(-1)
+        pieces = torch.split(flat.view(_INTEGERS.get(flat.itemsize, torch.int32)), _AT_ONCE)
+        sums.append([piece.long().mul_(weights[: len(piece)]).sum() for piece in pieces])
+    found = torch.stack([one for own in sums for one in own]).cpu()
+    return [own.tolist() for own in torch.split(found, list(map(len, sums)))]
 
 
 def form_of(tensor: Tensor) -> str:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Of numbers: none beyond what a training can reach.
 _COUNT, _POSITIVE = range(2**53), range(1, 2**53)
+# What PyTorch's optimizers keep as numbers; all else is of the parameter's shape.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 # A form is a type, a range of numbers, a list of any number of a form, or a mapping with these; (form,) may be None.
 _POSITION = {
     "epoch": _POSITIVE,
@@ -156,7 +158,7 @@ def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) ->
                 continue
             for name, value in state.items():
                 is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape
-                _require(f"{what}.{name}", value, is_like_it or _is_number(value))
+                _require(f"{what}.{name}", value, is_like_it or (name in _NUMBERS and _is_number(value)))
             entries = {name: isinstance(value, Tensor) for name, value in state.items()}
             common = common or entries
             _require(what, state, entries in ({}, common))

@@ -16,7 +16,7 @@ from autoaccum._system import signals
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept
-from autoaccum.errors import CheckpointError
+from autoaccum.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +60,8 @@ class Checkpoints:
         finiteness: Finiteness,
     ) -> None:
         self.storage = Storage(saving.folder, replaces=saving.resume is False)
+        if saving.note.is_dir():
+            raise InvalidInputError(f"{saving.note} is a folder, and fit writes a file of that name; remove it")
         self.spent_s = 0.0
         self.differences: tuple[str, ...] = ()
         self.saving = saving

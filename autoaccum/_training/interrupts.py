@@ -43,7 +43,7 @@ class Interrupts:
     ) -> None:
         self._progress, self._lifecycle, self._all_checkpoints = progress, lifecycle, checkpoints
         self._process = os.getpid()
-        self._world, self._notices = call.world, call.notices
+        self._world, self._step, self._notices = call.world, call.step, call.notices
         self._watch = signals.Watch(waits=not call.world.is_alone)
 
     @property
@@ -112,6 +112,7 @@ class Interrupts:
     def _save(self) -> bool:
         """Write a checkpoint of this state; return False if it was refused because it would not be finite."""
         assert self._checkpoints is not None
+        self._world.compare_weights(self._step)
         path = self._checkpoints.save()
         if self._watch.is_save_requested:
             self._watch.note_saved()
@@ -132,6 +133,7 @@ class Interrupts:
             self._watch.is_active = True
             train()
             self._world.of_all("end", None)  # whether another rank has failed after its last optimizer step
+            self._world.compare_weights(self._step)
             if self._checkpoints is not None and not self._checkpoints.has_this_state:
                 self._save()
         except StartAgainError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
 from autoaccum._data.regrouping import stream
-from autoaccum._distributed.consistency import warn_of_same_samples
+from autoaccum._distributed.consistency import compare_weights, warn_of_same_samples
 from autoaccum._distributed.data_parallel import RankPeers
 from autoaccum._distributed.fsdp import ShardedRankPeers
 from autoaccum._distributed.loader import DealtLoader, equal_shares
@@ -175,6 +175,11 @@ class Coordinator:
     def of_all(self, what: str, own: Any) -> list[Any]:
         """Return the value of each process."""
         return [own] if self.ranks is None else self.ranks.exchange(what, own)
+
+    def compare_weights(self, step: TrainingStep) -> None:
+        """Raise InvalidInputError on all processes if their parameters differ, as those of shards do."""
+        if self.ranks is not None and not is_sharded(step.objective.modules):
+            compare_weights(self.ranks, step)
 
     def can_save_together(self, error: BaseException, *, is_whole: bool) -> bool:
         """Tell other processes of an error; return whether all are at the same moment and can save it together."""

@@ -80,3 +80,58 @@ def test_accumulators_that_differ_are_refused_on_all_ranks(crew, what):
     answers = crew.answers("rank_differences:accumulators", what, 1, size=2)
 
     assert_refused(answers, names=f"rank 1 has another {what} than rank 0")
+
+
+@pytest.mark.parametrize(
+    ("what", "named", "windows"),
+    [
+        *(("parameter", "parameter '0.weight'", 3), ("signs", "parameter '0.bias'", 3)),
+        *(("frozen", "parameter '3.bias'", 3), ("state", "parameter '0.weight'", 3)),
+        *(("no state", "parameter '0.weight'", 3), ("attribute", "parameter '0.weight'", 1)),
+        *(("pre-hook", "parameter '0.weight'", 1), ("post-hook", "parameter '0.weight'", 1)),
+    ],
+)
+def test_what_one_rank_writes_by_itself_is_refused_on_all_before_the_next_window_that_is_due(
+    crew, what, named, windows
+):
+    found = crew.run("rank_differences:drifting", what, 1, size=2)
+
+    assert found[0] == found[1]
+    error, made = found[0]
+    assert f"the {named} differs from that of rank 0 on rank 1" in error
+    assert "compare what callbacks, the optimizer and its hooks do" in error
+    assert made == windows
+
+
+@pytest.mark.parametrize(("who", "named"), [(0, "rank 1, rank 2"), (2, "rank 2")])
+def test_parameter_that_differs_names_all_ranks_that_differ_from_rank_0(crew, who, named):
+    found = crew.run("rank_differences:drifting", "parameter", who, size=3)
+
+    assert [f"'0.weight' differs from that of rank 0 on {named}: " in error for error, _ in found] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [("parameter", "parameter"), *((one, "optimizer's momentum_buffer of") for one in ("state", "no state"))],
+)
+def test_what_one_rank_writes_after_the_last_window_is_refused_at_the_end(crew, what, named):
+    found = crew.run("rank_differences:drifting", what, 1, window=3, last=3, size=2)
+
+    assert found[0] == found[1]
+    assert f"the {named} '0.weight' differs from that of rank 0 on rank 1" in found[0][0]
+    assert found[0][1] == 3
+
+
+def test_no_checkpoint_is_written_of_ranks_that_differ(crew, tmp_path):
+    found = crew.run("rank_differences:drifting", "parameter", 1, window=3, last=3, folder=str(tmp_path), size=2)
+
+    assert "the parameter '0.weight' differs" in found[0][0]
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_parameter_that_one_rank_writes_to_in_a_loop_of_its_own_is_refused_on_all(crew):
+    found = crew.run("rank_differences:drifting_in_a_loop", 1, size=2)
+
+    assert found[0] == found[1]
+    assert "the parameter '0.bias' differs from that of rank 0 on rank 1" in found[0][0]
+    assert found[0][1] == 1

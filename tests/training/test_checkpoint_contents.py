@@ -21,6 +21,7 @@ from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
+    InvalidInputError,
     StateDamagedError,
     StepCompleteError,
 )
@@ -538,6 +539,37 @@ EDITS = {
 }
 
 
+STATES = {"Adam": "exp_avg", "SGD": "momentum_buffer", "Rprop": "step_size", "ASGD": "ax", "NAdam": "exp_avg_sq"}
+OPTIMIZERS = [name for name in vars(torch.optim) if name[0].isupper() and name != "Optimizer"]
+
+
+def fit_linear(kind, folder, steps):
+    """Train a layer with one of torch's optimizers."""
+    model, settings = nn.Linear(6, 3, bias=False), {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **settings)
+    data = TensorDataset(torch.ones(64, 6), torch.arange(64) % 3)
+    return fit_quietly(
+        model, DataLoader(data, 8), 8, optimizer=optimizer, max_steps=steps, checkpoint=folder, micro_batch=4
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1.0, torch.tensor(0.5)])
+@pytest.mark.parametrize("kind", STATES)
+def test_number_in_place_of_an_optimizers_tensor_is_refused(tmp_path, kind, number):
+    fit_linear(kind, tmp_path, 2)
+    edited(tmp_path, lambda content: content["optimizer"]["state"]["state"][0].update({STATES[kind]: number}))
+
+    with pytest.raises(CheckpointError, match=rf"optimizer\.state\.0\.{STATES[kind]} is "):
+        fit_linear(kind, tmp_path, 4)
+
+
+@pytest.mark.parametrize("kind", [name for name in OPTIMIZERS if name not in ("LBFGS", "SparseAdam")])
+def test_state_of_every_optimizer_of_torchs_is_resumed(tmp_path, kind):
+    fit_linear(kind, tmp_path, 2)
+
+    assert fit_linear(kind, tmp_path, 4).resumed_from == 2
+
+
 @pytest.mark.parametrize("said", EDITS)
 def test_edited_checkpoint_with_right_checksums_is_refused_and_nothing_is_changed(tmp_path, said):
     stopped_at(4, tmp_path)
@@ -647,6 +679,17 @@ def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):
 
     assert max(capped) == 7
     assert later == [(64,)] * 3
+
+
+@pytest.mark.parametrize("resume", ["auto", False])
+def test_folder_in_place_of_the_note_on_lack_of_memory_is_refused_in_words_at_the_start(tmp_path, resume):
+    (tmp_path / "out-of-memory.json").mkdir()
+    run = Run(checkpoint=tmp_path, resume=resume)
+
+    with pytest.raises(InvalidInputError, match=r"out-of-memory\.json is a folder"):
+        run.fit()
+
+    assert not list(tmp_path.glob("*step-*"))
 
 
 @pytest.mark.parametrize("capacity", [138_000, 142_000, 146_000, 150_000])
