@@ -1,7 +1,7 @@
 """What a loader and its parts keep from epoch to epoch: random generators, numbers, and the order of lists and arrays.
 
 Looked into are the loader, its samplers, its dataset and its collator, and the objects that these hold, also in short
-lists, closures and partial functions.
+lists, closures and partial functions. Of anything else that samplers hold, it is known whether it has changed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections import Counter, deque
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from autoaccum._data.fingerprint import fingerprint_of
 from autoaccum._data.random_state import is_generator, set_states, states_of
 from autoaccum.errors import CheckpointError
 
@@ -30,12 +32,15 @@ _MOST_OBJECTS, _MOST_ITEMS = 2_000, 64
 # Items of a list whose order is watched.
 _MOST_ORDERED = 1_000_000
 # Never looked into.
-_CLOSED = (nn.Module, Tensor, torch.optim.Optimizer, np.ndarray, type, ModuleType, _BaseDataLoaderIter, str, bytes)
-_CLOSED_PACKAGES = {"multiprocessing", "threading", "queue", "logging"}
+_CLOSED = (Tensor, torch.optim.Optimizer, np.ndarray, type, ModuleType, _BaseDataLoaderIter, str, bytes)
+_CLOSED_PACKAGES = {"random", "multiprocessing", "threading", "queue", "logging"}
 # An epoch in progress, in torch's and torchdata's DataLoader.
 _IN_PROGRESS = {"_iterator", "next_iter_state", "_initial_iter_for_state_dict", "_IterableDataset_len_called"}
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+_BOUND = (functools.partial, MethodType, BuiltinMethodType)
 # Parts of a DataLoader that have no say in the order of its samples.
 _OF_DATA = {"dataset", "collate_fn", "worker_init_fn"}
+_PRINT = "#"  # ends the paths of fingerprints
 
 
 class LoaderMemory:
@@ -49,15 +54,15 @@ class LoaderMemory:
         self._loader = getattr(loader, "whole_loader", loader)
         held = _held_by(self._loader)
         self._orders = {path: list(_keys_of(value)) for path, _, _, value in held if _has_order(value)}
-        self._first = self.take()
+        self._first, self._first_prints = self.take(), self._prints()
         self._moving: set[str] = set()  # numbers that have ever changed; the others are settings
 
     def take(self) -> dict[str, Any]:
         """Return all numbers, the states of generators, and orders that have changed; they are never modified."""
         taken: dict[str, Any] = {}
         for path, _, _, value in _held_by(self._loader):
-            if _is_number(value):
-                taken[path] = value
+            if _is_number(number := _plain(value)):
+                taken[path] = number
             elif is_generator(value):
                 (taken[path],) = states_of([value])
             elif path in self._orders and _has_order(value):
@@ -67,17 +72,40 @@ class LoaderMemory:
         return taken
 
     def take_what_moves(self) -> dict[str, Any]:
-        """Return what `take` does, without numbers that have not changed since this object was made."""
-        taken = self.take()
+        """Return what `take` does, of numbers those that ever changed, and fingerprints of what else has changed."""
+        taken, prints, first, before = self.take(), self._prints(), self._first, self._first_prints
         for path, value in taken.items():
-            if _is_number(value) and value != self._first.get(path, value):
+            # An item that a list or dict has got is told of by the fingerprint of the list.
+            if _is_number(value) and (value != first[path] if path in first else path[-1] != "]"):
                 self._moving.add(path)
-        return {path: value for path, value in taken.items() if not _is_number(value) or path in self._moving}
+        taken = {path: value for path, value in taken.items() if not _is_number(value) or path in self._moving}
+        return taken | {path: prints.get(path) for path in before | prints if prints.get(path) != before.get(path)}
 
     def put_back(self, taken: Mapping[str, Any]) -> list[str]:
         """Restore what was taken, here or in another process; return the paths of what could not be."""
+        restored = self._put_back_orders(taken)  # first: they say what the paths in a list lead to
+        held = {"": self._loader}
+        for path, owner, key, value in list(_held_by(self._loader)):
+            held[path], kept = value, taken.get(path, self)
+            if is_generator(value) and path in taken and _is_state(kept):
+                set_states([value], [kept])
+                restored.add(path)
+            elif _is_number(kept) and (is_generator(value) or _is_number(_plain(value))):
+                self._moving.add(path)
+                if _plain(value) == kept or _set(owner, key, value, kept):
+                    restored.add(path)
+        for path in taken.keys() - held.keys():  # attributes that come during an epoch
+            where, _, name = path.rpartition(".")
+            if name.isidentifier() and _is_number(taken[path]) and _set(held.get(where), name, None, taken[path]):
+                self._moving.add(path)
+                restored.add(path)
+        prints = self._prints()
+        restored |= {path for path in taken if path.endswith(_PRINT) and prints.get(path) == taken[path]}
+        lost = {path.rstrip(_PRINT) for path in taken.keys() - restored}
+        return sorted(path for path in lost if not any(path.startswith((f"{one}.", f"{one}[")) for one in lost))
+
+    def _put_back_orders(self, taken: Mapping[str, Any]) -> set[str]:
         restored = set()
-        # Orders first: they say what the paths in a list lead to.
         for path, _, _, value in list(_held_by(self._loader)):
             if path in self._orders and _has_order(value):
                 now, order = _keys_of(value), taken.get(path, self._orders[path])
@@ -86,19 +114,7 @@ class LoaderMemory:
                     if order != now:
                         items = dict(zip(now, value, strict=True))
                         value[:] = [items[key] for key in order]
-        for path, owner, key, value in list(_held_by(self._loader)):
-            kept: Any = taken.get(path)
-            if is_generator(value) and kept is not None and not _is_number(kept):
-                set_states([value], [kept])
-                restored.add(path)
-            elif _is_number(value) and _is_number(kept):
-                self._moving.add(path)
-                if not isinstance(owner, tuple | FunctionType):
-                    _set(owner, key, kept)
-                elif value != kept:
-                    continue
-                restored.add(path)
-        return sorted(taken.keys() - restored)
+        return restored
 
     def check(self, taken: Mapping[str, Any]) -> None:
         """Check that what was taken has all generators that the loader and its samplers had first.
@@ -107,11 +123,21 @@ class LoaderMemory:
             CheckpointError: One is missing.
         """
         there, here = ({path for path in of_order(side) if _is_state(side[path])} for side in (taken, self._first))
-        if here - there:
+        if any(path not in taken and path + _PRINT not in taken for path in here):
             raise CheckpointError(
                 f"the checkpoint was made with a loader that has {len(there)} random generators of its own, and this "
                 f"one has {len(here)} ({', '.join(sorted(here))}); pass the same loader"
             )
+
+    def _prints(self) -> dict[str, int]:
+        """Return a fingerprint of all that is no number, nor of a dataset or collator."""
+        prints, of_data = {}, set()
+        for path, _, _, value in _held_by(self._loader):
+            if not _OF_DATA.isdisjoint(path.replace("[", ".").split(".")):
+                of_data.add(id(value))  # a sampler may hold it too
+            elif id(value) not in of_data and not _is_number(_plain(value)):
+                prints[path + _PRINT] = _print_of(value)
+        return prints
 
 
 def of_order(taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,34 +163,30 @@ def _held_by(loader: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     while waiting:
         path, owner = waiting.popleft()
         for key, value in _members(owner):
-            place = f"{path}[{key!r}]" if isinstance(owner, dict | list | tuple) else f"{path}.{key}".lstrip(".")
+            place = f"{path}[{key!r}]" if isinstance(owner, _CONTAINERS) else f"{path}.{key}".lstrip(".")
             if id(value) not in seen or not is_generator(value):
                 yield place, owner, key, value
             if id(value) in seen or len(seen) > _MOST_OBJECTS:
                 continue
-            if is_generator(value):
-                seen.add(id(value))
-            elif _is_open(value):
-                seen.add(id(value))
+            if is_open := _is_open(value):
                 waiting.append((place, value))
+            if is_open or is_generator(value):
+                seen.add(id(value))
 
 
 def _members(owner: Any) -> list[tuple[Any, Any]]:
     """Return what an object holds, by key, index or name."""
-    found: dict[Any, Any] = {}
-    if isinstance(owner, dict):
-        found = owner
-    elif isinstance(owner, list | tuple):
-        found = dict(enumerate(owner))
-    elif isinstance(owner, functools.partial | MethodType):
+    if isinstance(owner, _CONTAINERS):
+        return list(owner.items() if isinstance(owner, dict) else enumerate(owner))
+    if isinstance(owner, _BOUND):
         names = ("func", "args", "keywords", "__self__")
-        found = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
-    elif isinstance(owner, FunctionType):
+        return [(name, getattr(owner, name)) for name in names if hasattr(owner, name)]
+    if isinstance(owner, FunctionType):
+        found = {"__defaults__": owner.__defaults__, "__kwdefaults__": owner.__kwdefaults__}
         with contextlib.suppress(ValueError):  # one is not yet assigned
-            found = dict(inspect.getclosurevars(owner).nonlocals)
-    else:
-        found = {name: value for name, value in _attributes(owner).items() if name not in _IN_PROGRESS}
-    return list(found.items())
+            found.update(inspect.getclosurevars(owner).nonlocals)
+        return list(found.items())
+    return [(name, value) for name, value in _attributes(owner).items() if name not in _IN_PROGRESS]
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -176,24 +198,61 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 def _is_open(value: Any) -> bool:
     """Whether to look into a value."""
-    if isinstance(value, dict | list | tuple):
-        return 0 < len(value) <= _MOST_ITEMS
-    if isinstance(value, functools.partial | MethodType | FunctionType):
+    if isinstance(value, set | frozenset):
+        return len(value) == 1  # the order of several differs between processes
+    if isinstance(value, _CONTAINERS):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) > 0 and (len(value) <= _MOST_ITEMS or all(map(is_generator, items)))
+    if isinstance(value, (*_BOUND, FunctionType)):
         return True
+    if isinstance(value, nn.Module):  # a transform, else a model
+        return next(value.parameters(), None) is None
     if isinstance(value, _CLOSED) or type(value).__module__.partition(".")[0] in _CLOSED_PACKAGES:
         return False
     return bool(_attributes(value))
 
 
+def _print_of(value: Any) -> int:
+    """Return a number that changes with a value, without what it leads to that is looked into itself."""
+    content: Any = None
+    if isinstance(value, _CONTAINERS) and _is_open(value):
+        content = [len(value), *(value if isinstance(value, dict) else ())]
+    elif isinstance(value, Tensor | np.ndarray | str | bytes | dict | list | tuple):
+        content = value
+    elif isinstance(value, deque | itertools.count):
+        content = repr(value)
+    elif isinstance(value, GeneratorType):
+        content = inspect.getgeneratorstate(value) == inspect.GEN_SUSPENDED
+    elif type(value).__module__.startswith("numpy.random."):  # a generator or seeds, which count what they spawn
+        seeds: Any = getattr(getattr(value, "bit_generator", value), "seed_seq", value)
+        content = getattr(seeds, "n_children_spawned", None)
+    return fingerprint_of([type(value).__name__, content])
+
+
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float, bool)
+    return type(value) in (int, float, bool, type(None))
 
 
-def _set(owner: Any, key: Any, value: float) -> None:
-    if isinstance(owner, dict | list):
-        owner[key] = value
-    else:
-        object.__setattr__(owner, key, value)  # a DataLoader refuses some
+def _plain(value: Any) -> Any:
+    """Return the number that an array or a tensor without dimensions holds, and any other value as it is."""
+    is_single = isinstance(value, np.generic | np.ndarray) or (type(value) is Tensor and value.device.type == "cpu")
+    return value.item() if is_single and value.ndim == 0 else value
+
+
+def _set(owner: Any, key: Any, value: Any, kept: Any) -> bool:
+    """Put a number in the place of a value, in its type; return whether that is possible."""
+    try:
+        if isinstance(value, Tensor | np.ndarray):
+            value[...] = kept  # processes may share it
+            return True
+        kept = type(value)(kept) if isinstance(value, np.generic) else kept
+        if isinstance(owner, dict | list | deque):
+            owner[key] = kept
+        else:
+            object.__setattr__(owner, key, kept)  # a DataLoader refuses some
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
+    return not isinstance(owner, FunctionType)  # which has its variables elsewhere
 
 
 def _is_state(value: Any) -> bool:

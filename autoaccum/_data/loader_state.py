@@ -26,6 +26,7 @@ from autoaccum._data.loaders import (
     is_kept_by_its_state,
     samplers_of,
 )
+from autoaccum._data.random_state import moved
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import CheckpointError
 
@@ -233,11 +234,22 @@ class Track:
             self._random.put_back(position.start)
             self.begin(position.epoch)
         self._at = replace(self._at, start=position.start, memory=position.memory)
+        begun = self._random.take()
         while self._drawn < position.batches - 1:
             self._draw_again(position)
         if position.batches:
-            self._random.put_back(position.before_last)
+            before: Any = position.before_last
+            now = self._random.take()
+            self._random.put_back(before)
             batch = self._draw_again(position)
+            # Here the loader alone has drawn since the beginning; in the training, a model may have drawn between.
+            shifts = (moved(*states) for states in ((begun, now), (before, self._random.take()), (now, before)))
+            is_shifted = any((early or late) and apart for early, late, apart in zip(*shifts, strict=True))
+            if is_shifted and self._last == position.last and any(one.num_workers for one in self._data_loaders):
+                self.differences.append(
+                    "batches that workers had loaded ahead may differ from an uninterrupted run: the loader draws from "
+                    "a global generator during the epoch, as the training does; give its sampler one of its own"
+                )
             if position.whole < position.batches:
                 self._begun.append(batch)
                 if (samples := count(batch, self._split)) <= position.used:
@@ -287,7 +299,9 @@ class Track:
         has_begun, is_later = position.start is not None, position.epoch > 1
         # What workers do is exact where all batches of new ones are drawn again.
         anew = [one for one in self._data_loaders if one.num_workers]
-        if not (has_begun and was_loaded):
+        if has_begun and was_loaded:
+            anew = [one for one in anew if not hasattr(one.dataset, "load_state_dict")]
+        else:
             anew = [one for one in anew if one.persistent_workers and is_later]
         cause = "persistent_workers=True" if anew and anew[0].persistent_workers else type(self._loader).__name__
         if not is_same:

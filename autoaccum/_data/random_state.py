@@ -98,6 +98,12 @@ class RandomState:
         return self._states
 
 
+def moved(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[bool]:
+    """Return of torch's, Python's and NumPy's generator whether two states that were taken of it differ."""
+    one, other = ((str(states[0].tolist()), str(states[2]), str(states[3])) for states in (before, after))
+    return [part != also for part, also in zip(one, other, strict=True)]
+
+
 def is_generator(value: Any) -> bool:
     """Whether a value is a random generator with a state, and none of the global ones."""
     if not isinstance(value, _KINDS) or isinstance(value, random.SystemRandom):

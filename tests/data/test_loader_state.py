@@ -2,6 +2,7 @@
 
 # ruff: noqa: S311 - samples are drawn
 
+import collections
 import functools
 import itertools
 import math
@@ -194,6 +195,107 @@ class OfPairs(Reordering):
         return iter([number for number, _ in self.order])
 
 
+class Kept(Sampler):
+    """Shuffles by a number that comes of what it has kept, which `change` changes in each epoch."""
+
+    def __init__(self, change, **first):
+        self.change = staticmethod(change)
+        vars(self).update(first)
+
+    def __iter__(self):
+        return iter(random.Random(str(self.change(self))).sample(range(SAMPLES), SAMPLES))
+
+
+class FromClass(Kept):
+    epoch = 0
+
+
+def added(sampler):
+    sampler.epoch = (getattr(sampler, "epoch", None) or 0) + 1
+    return int(sampler.epoch)
+
+
+def ended(sampler):
+    """Draw in the first two epochs, and then do without the generator."""
+    drawn = sampler.rng and sampler.rng.random()
+    if (number := added(sampler)) == 2:
+        sampler.rng = None
+    return drawn or number
+
+
+def put(key, value):
+    """Return a change that sets an attribute to what a function makes of the one before."""
+
+    def change(sampler):
+        setattr(sampler, key, value(getattr(sampler, key)))
+        return str(getattr(sampler, key))
+
+    return change
+
+
+class CountingRandom(random.Random):
+    drawn = 0
+
+
+def count_draws(sampler):
+    sampler.rng.drawn += 1
+    return sampler.rng.drawn
+
+
+class Transform(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(1)
+
+    def forward(self, inputs):
+        return inputs + 0.4 * self.rng.random()
+
+
+class Transformed(Numbers):
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return self.transform(inputs), target
+
+
+class OnesOwn(Numbers):
+    """Has a generator for each sample."""
+
+    def __init__(self):
+        self.of = [random.Random(number) for number in range(100)]
+
+    def __getitem__(self, index):
+        return torch.tensor([index + 0.4 * self.of[index].random()]), torch.ones(1)
+
+
+class ResumableNumbers(Numbers):
+    drawn = 0
+
+    def __getitem__(self, index):
+        self.drawn += 1
+        return torch.tensor([index + 0.001 * self.drawn]), torch.ones(1)
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+class Ahead(Sampler):
+    def __iter__(self):
+        for _ in range(SAMPLES):
+            yield int(torch.randint(SAMPLES, ()))
+
+
+class AheadOfPython(Sampler):
+    def __iter__(self):
+        for _ in range(SAMPLES):
+            yield random.randrange(SAMPLES)
+
+
 class Bound(Sampler):
     """Draws from a generator that only a function knows."""
 
@@ -289,8 +391,12 @@ class Wrapping:
 TENSORS = TensorDataset(torch.arange(float(SAMPLES)).view(-1, 1), torch.ones(SAMPLES, 1))
 
 
-def of(sampler, kind=DataLoader):
-    return lambda: kind(Numbers(), BATCH, sampler=sampler())
+def of(sampler, kind=DataLoader, **options):
+    return lambda: kind(Numbers(), BATCH, sampler=sampler(), **options)
+
+
+def kept(change, **first):
+    return of(lambda: Kept(change, **{name: make() for name, make in first.items()}))
 
 
 # All of these start over, silently, where only generators named `generator` are kept, or where a state is loaded that
@@ -302,6 +408,20 @@ EXACT = {
     "torch's generator in a slot": of(OfTorch),
     "samplers within a sampler": of(lambda: Within(OfTorch(), OfNumPy())),
     "a count of epochs": of(Counting),
+    "a number that its class has": of(lambda: FromClass(added)),
+    "a number that comes": kept(added),
+    "None that becomes a number": kept(added, epoch=lambda: None),
+    "a number of NumPy's": kept(put("epoch", lambda epoch: epoch + 1), epoch=lambda: np.int64(0)),
+    "a tensor of one number": kept(put("epoch", lambda epoch: epoch + 1), epoch=lambda: torch.tensor(0)),
+    "a generator that becomes None": kept(ended, rng=lambda: random.Random(0)),
+    "a generator that counts": kept(count_draws, rng=lambda: CountingRandom(0)),
+    "a generator's own method": kept(lambda sampler: sampler.draw(), draw=lambda: random.Random(1).random),
+    "a generator in a set": kept(lambda sampler: next(iter(sampler.held)).random(), held=lambda: {random.Random(1)}),
+    "a generator in a deque": kept(
+        lambda sampler: sampler.held[0].random(), held=lambda: collections.deque([random.Random(1)])
+    ),
+    "a transform's generator": lambda: DataLoader(Transformed(nn.Sequential(Transform())), BATCH, shuffle=True),
+    "many generators": lambda: DataLoader(OnesOwn(), BATCH, shuffle=True),
     "a list that is shuffled": of(lambda: Reordering([str(number) for number in range(SAMPLES)])),
     "a list of pairs that is shuffled": of(lambda: OfPairs([(number, str(number)) for number in range(SAMPLES)])),
     "an array that is shuffled": of(lambda: Reordering(np.arange(SAMPLES))),
@@ -332,6 +452,7 @@ EXACT = {
         *a_few_of(EXACT, [(1, 6), (STEPS_PER_EPOCH, 5), (7, 10)]),
         ("a state and an iterable dataset", (2, 3)),
         ("a state and a distributed sampler", (STEPS_PER_EPOCH,)),
+        ("a generator that becomes None", (3, 8)),
         ("a state and a generator that it shares with its sampler", (6,)),
     ],
 )
@@ -365,6 +486,16 @@ WITH_WORKERS = {
         (7,),
         False,
     ),
+    "a state, and a dataset's in workers": (
+        lambda: StatefulDataLoader(ResumableNumbers(), BATCH, shuffle=True, num_workers=1),
+        (3, 7),
+        False,
+    ),
+    "a sampler that draws from Python's generator, as nothing else does": (
+        of(AheadOfPython, num_workers=1),
+        (3, 7),
+        False,
+    ),
     "a state and a distributed sampler, in the first window of an epoch": (
         lambda: StatefulDataLoader(
             Numbers(), BATCH, sampler=StatefulDistributedSampler(range(SAMPLES), 1, 0), num_workers=1
@@ -386,7 +517,32 @@ def test_resumed_run_reads_what_its_workers_would_have_given(tmp_path, name):
     assert all("what the dataset draws or counts in its workers, if anything" in word for word in words)
 
 
+def lost(name):
+    return STEPS_PER_EPOCH, rf"^sampler\.{name} of the loader, which changed during the training, cannot be restored"
+
+
 TOLD = {
+    "a list that grows": (kept(put("seen", lambda seen: [*seen, 1]), seen=list), *lost("seen")),
+    "a dict that grows": (kept(put("seen", lambda seen: seen | {len(seen): 1}), seen=dict), *lost("seen")),
+    "a long list": (kept(put("held", lambda held: [one + 1 for one in held]), held=lambda: [0] * 99), *lost("held")),
+    "an array": (kept(put("held", lambda held: held * 2), held=lambda: np.ones(SAMPLES)), *lost("held")),
+    "a tensor": (kept(put("held", lambda held: held * 2), held=lambda: torch.ones(SAMPLES)), *lost("held")),
+    "a text": (kept(put("held", lambda held: held + "b"), held=lambda: "a"), *lost("held")),
+    "a count": (kept(lambda sampler: next(sampler.held), held=itertools.count), *lost("held")),
+    "an iterator": (kept(lambda sampler: next(sampler.held), held=lambda: (n for n in range(9))), *lost("held")),
+    "seeds": (
+        kept(lambda sampler: sampler.held.spawn(1)[0].generate_state(1), held=lambda: np.random.SeedSequence(5)),
+        *lost("held"),
+    ),
+    "a generator that has children": (
+        kept(lambda sampler: sampler.held.spawn(1)[0].random(), held=lambda: np.random.default_rng(5)),
+        *lost("held"),
+    ),
+    "workers ahead of a sampler that draws globally": (
+        of(Ahead, num_workers=1, prefetch_factor=3),
+        3,
+        "batches that workers had loaded ahead may differ",
+    ),
     "a generator that nothing holds": (of(Hidden), 7, "batch 5 of epoch 2 is not the one before the interruption"),
     "a generator that comes later": (of(Late), 4, "sampler.rng of the loader, which changed during the training"),
     "iterators": (lambda: iter(list(DataLoader(Numbers(), BATCH))), 4, "the loader can be read only once"),
