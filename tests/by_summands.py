@@ -7,11 +7,11 @@ import torch
 
 from autoaccum._data.batches import Window
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._loss.check import MOST_SAMPLES, LossCheck
 from autoaccum._loss.graph_reader import leaves_of
 from autoaccum._loss.knowledge import LossKnowledge, RecheckWindow
 from autoaccum._loss.loss_values import loss_value
 from autoaccum._loss.modes import quiet_training
+from autoaccum._loss.sample_check import MOST_SAMPLES, LossCheck
 from autoaccum._loss.window_weights import RemakeWindow, WindowWeights
 
 CPU = torch.device("cpu")

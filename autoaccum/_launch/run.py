@@ -199,8 +199,8 @@ class _Run:
         if not known:
             self._notices.say(
                 f"{what}, but the command's micro-batch is unknown, so it cannot be reduced; pass --target-batch and "
-                "write {micro_batch} and {accum_steps} in the command, or, if the script trains with autoaccum, which reads "
-                "the size, pass --micro-batch"
+                "write {micro_batch} and {accum_steps} in the command, or, if the script trains with autoaccum, which "
+                "reads the size, pass --micro-batch"
             )
             return ended.code
         failed = min(known)

@@ -113,7 +113,9 @@ def _rehearsed(
     seen = rehearse(step, asked.batch, chosen, limit_bytes)
     notes: tuple[str, ...] = ()
     if seen is None:
-        notes = (f"a whole step of {chosen.micro_batch} ran out of memory, though a trial of that size had fitted: less is advised",)
+        notes = (
+            f"a whole step of {chosen.micro_batch} ran out of memory, though its trial had fitted: less is advised",
+        )
         # What an allocator's segments hold from before may leave less than the trial of this size had.
         smaller = max(1, int(chosen.micro_batch * _LESS))
         chosen = asked.plan(smaller, found.trials)
