@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from autoaccum._loss.loss_values import LossValue
+    from autoaccum._loss.summands import SummandKey
 
 # State named in a warning.
 _NAMED = 5
@@ -79,19 +80,19 @@ class LossKnowledge:
     @property
     def runs_forward_first(self) -> bool:
         """Whether windows run forward first, since the weights of several summands cannot be predicted."""
-        weighed = [one for one in self._all() if one.is_weighed]
-        if not weighed or len(self._all()) == 1:
+        weighed = [known for _, known in self.items() if known.is_weighed]
+        if not weighed or len(self.items()) == 1:
             return False
-        return self.failures >= _MOST_FAILURES or not all(one.hints for one in weighed)
+        return self.failures >= _MOST_FAILURES or not all(known.hints for known in weighed)
 
     @property
-    def is_sum(self) -> bool:
-        """Whether micro-batches are added."""
-        found = self._all()
-        return bool(found) and not any(one.is_weighed for one in found)
+    def has_sum(self) -> bool:
+        """Whether some summand is added, and not weighed."""
+        return any(not known.is_weighed for _, known in self.items())
 
-    def _all(self) -> list[Known]:
-        return [one for of_loss in self.summands.values() for one in of_loss]
+    def items(self) -> list[tuple[SummandKey, Known]]:
+        """Return all summands, with what is known of them."""
+        return [((name, n), one) for name, known in self.summands.items() for n, one in enumerate(known)]
 
     # --- what becomes known -------------------------------------------------------------------------------------------
 
@@ -170,8 +171,9 @@ class LossKnowledge:
                 ADDED if one.reduction is Reduction.UNCONFIRMED else one for one in self.summands[name]
             )
 
-    def replace(self, name: str, number: int, **changes: Any) -> None:
+    def replace(self, key: SummandKey, **changes: Any) -> None:
         """Change what is known of a summand."""
+        name, number = key
         known = list(self.summands[name])
         known[number] = replace(known[number], **changes)
         self.summands[name] = tuple(known)
@@ -189,6 +191,13 @@ class LossKnowledge:
         if text not in self.warnings:
             self.warnings.append(text)
             warnings.warn(f"autoaccum: {text}", LossWarning, stacklevel=2)
+
+    def warn_of_clamp(self, name: str) -> None:
+        """Warn of a divisor that is larger in a micro-batch than what is counted there."""
+        self.warn(
+            f"loss {name!r} divides by more in a micro-batch than is counted there, as max(1, n) does where n is 0: "
+            "such micro-batches then count too much; return the (sum, weight) pair with n itself"
+        )
 
     def warn_of_divisor(self, name: str, divisor: float) -> None:
         """Warn of a sum that may be a mean which is divided by max(k, n)."""
@@ -270,3 +279,11 @@ class LossKnowledge:
                         "loss_reduction="
                     )
                 self.summands[name] = both
+
+
+def changed(name: str, how: str) -> InvalidInputError:
+    """Return the error for a loss that is not what it was when it was checked."""
+    return InvalidInputError(
+        f"loss {name!r} {how}; return the same form in every micro-batch (a term of 0 where nothing counts), a (sum, "
+        "weight) pair, or pass loss_reduction="
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import LABELS, SUM, counts_in, counts_of
-from autoaccum._loss.graph_reader import ReadTerm, leaves_of, nodes_of, read, stop
+from autoaccum._loss.graph_reader import ReadTerm, read
+from autoaccum._loss.observation import gradients_of, only, projected, tolerance_of
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
@@ -44,23 +44,17 @@ if TYPE_CHECKING:
 # The most samples of a check, and the number below which its two parts are alike.
 MOST_SAMPLES = 8
 _TO_HALVE = 7
-FOUR_BYTES = 4
 # The most samples that are looked at to choose these, and the most choices where nothing counts in the first.
 _LOOKED_AT, _MOST_CHOICES = 64, 8
 # The most samples that are read one by one.
 _MOST_ALONE = 6
 # After so many passes of a first check, the next check looks for hidden state.
 _MOST_PASSES = 3
-# The relative difference that rounding may cause, by the lowest precision of the passes.
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
-_OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
 # Relative differences of weights, which are counts, or sums in single precision.
 _SAME_WEIGHT = 1e-5
 # Passes of other random numbers differ by less than so many times what two of the same samples differ by, where that is
 # known of so many parameters; and values, which are less random, by this part of them.
 _SPREADS, _FOR_SPREAD, _NEARLY = 6.0, 4, 0.15
-# A gradient is multiplied by one pattern of signs, over and over: a prime length meets every row and column.
-_PATTERN = 4099
 
 
 @dataclass(slots=True)
@@ -183,8 +177,8 @@ def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Paramet
             one.weight = _on_the_host(one.weight)
     rows = []
     for number in range(len(terms)) if parameters else ():
-        with _only(terms, number):
-            rows.append(_projected(_gradients(loss, parameters, keep=keep or number + 1 < len(terms))))
+        with only(terms, number):
+            rows.append(projected(gradients_of(loss, parameters, keep=keep or number + 1 < len(terms))))
     counts = counts_in(batch, samples)
     # Where gradients cannot be had, the value of a single term has to do.
     value = loss.detach().to("cpu", torch.float64)
@@ -195,73 +189,6 @@ def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Paramet
 def _on_the_host(weight: Any) -> float | None:
     """Return a weight that was read as a number: 0 for what is multiplied by 0, which is not there."""
     return None if weight is None else 0.0 if math.isinf(weight) else float(weight)
-
-
-@contextmanager
-def _only(terms: Sequence[ReadTerm], number: int) -> Iterator[None]:
-    """Let the gradient of a single term pass."""
-    handles = [handle for place, one in enumerate(terms) if place != number for handle in stop(one, but=terms[number])]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) -> list[Tensor | None]:
-    # Unscaled, gradients in half precision would underflow.
-    scale = torch.full_like(loss, 1024.0)
-    # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
-    # computed again with their dropout.
-    run = partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
-    if not any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(loss)):
-        return list(run(tuple(parameters), accumulate_grad=False))
-    # Blocks that are checkpointed with reentry need a whole backward pass, which reaches other tensors too.
-    before = [(one, one.grad) for one in (*leaves_of(loss), *parameters)]
-    for one, _ in before:
-        one.grad = None
-    run((), accumulate_grad=True)
-    found = [parameter.grad for parameter in parameters]
-    for one, gradient in before:
-        one.grad = gradient
-    return found
-
-
-def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return the product of each gradient with fixed signs, on the host."""
-    found: list[Tensor] = []
-    patterns: dict[torch.device, Tensor] = {}
-    # Complex numbers are two. On a small device a longer pattern than needed would not fit.
-    longest = min(_PATTERN, max((2 * one.numel() for one in gradients if one is not None), default=0))
-    for gradient in gradients:
-        if gradient is None:
-            found.append(torch.zeros((), dtype=torch.float64))
-            continue
-        flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().flatten()
-        flat = torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat
-        flat = flat if flat.dtype is torch.float64 else flat.float()
-        if flat.device not in patterns:
-            generator = torch.Generator().manual_seed(0)
-            signs = torch.randint(0, 2, (longest,), generator=generator, dtype=torch.float32) * 2 - 1
-            patterns[flat.device] = signs.to(flat.device)
-        signs, whole = patterns[flat.device].to(flat.dtype), len(flat) - len(flat) % _PATTERN
-        product = flat[whole:] @ signs[: len(flat) - whole]
-        if whole:
-            product = product + flat[:whole].view(-1, _PATTERN).sum(0) @ signs
-        found.append(product.to("cpu", torch.float64))
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
-
-
-def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) -> float:
-    """Return the relative difference that rounding may cause in values and gradients."""
-    # Also where a model or a closure enters autocast by itself, or a loss adds up in another type.
-    made = (one.dtype for node in nodes_of(loss) for one in node._input_metadata)
-    used = {loss.dtype, *(dtype for dtype in (*dtypes, *made) if dtype.is_floating_point)}
-    if casts or any(dtype.itemsize < FOUR_BYTES for dtype in used):
-        return _OF_HALF
-    if loss.device.type != "cpu" and torch.float32 in used:
-        return _OF_GPU
-    return max(_TOLERANCES.get(dtype, _OF_HALF) for dtype in used)
 
 
 # --- what runs show ---------------------------------------------------------------------------------------------------

@@ -21,11 +21,12 @@ from autoaccum._data.nesting import as_leaf, map_tensors
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_check import FOUR_BYTES, MOST_SAMPLES, TrialLosses
+from autoaccum._loss.loss_check import MOST_SAMPLES, TrialLosses
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.loss_weights import LossWeights
 from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
+from autoaccum._loss.observation import FOUR_BYTES
 from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
 from autoaccum.errors import InvalidInputError
 

@@ -86,8 +86,8 @@ def observe(
         value = value / summands[0].weight if summands[0].weight else value * 0.0
     rows = []
     for number in range(len(summands)) if parameters else ():
-        with _only(summands, number):
-            rows.append(_projected(_gradients(value, parameters, keep=keep or number + 1 < len(summands))))
+        with only(summands, number):
+            rows.append(projected(gradients_of(value, parameters, keep=keep or number + 1 < len(summands))))
     of_value = value.detach().to("cpu", torch.float64)
     # Where gradients cannot be had, the value of a single summand has to do.
     stand_in = of_value.new_zeros(len(summands), 1) if len(summands) > 1 else of_value.reshape(1, 1)
@@ -114,7 +114,7 @@ def summands_on_host(loss: LossValue) -> list[ReadTerm]:
 
 
 @contextmanager
-def _only(summands: Sequence[ReadTerm], number: int) -> Iterator[None]:
+def only(summands: Sequence[ReadTerm], number: int) -> Iterator[None]:
     """Let the gradient of a single summand pass."""
     handles = [
         handle for place, one in enumerate(summands) if place != number for handle in stop(one, but=summands[number])
@@ -126,7 +126,7 @@ def _only(summands: Sequence[ReadTerm], number: int) -> Iterator[None]:
             handle.remove()
 
 
-def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) -> list[Tensor | None]:
+def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) -> list[Tensor | None]:
     # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
     # computed again with their dropout.
     run = partial(_engine_run_backward, (loss,), (torch.full_like(loss, _SCALE),), keep, False, allow_unreachable=True)
@@ -143,7 +143,7 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) 
     return found
 
 
-def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
+def projected(gradients: Sequence[Tensor | None]) -> Tensor:
     """Return the product of each gradient with fixed random numbers, on the host."""
     found: list[Tensor] = []
     patterns: dict[torch.device, Tensor] = {}
