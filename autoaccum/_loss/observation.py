@@ -129,7 +129,8 @@ def only(summands: Sequence[ReadTerm], number: int) -> Iterator[None]:
 def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) -> list[Tensor | None]:
     # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
     # computed again with their dropout.
-    run = partial(_engine_run_backward, (loss,), (torch.full_like(loss, _SCALE),), keep, False, allow_unreachable=True)
+    scale = torch.full_like(loss, 1.0 if loss.dtype is torch.float64 else _SCALE)
+    run = partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
     if not any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(loss)):
         return list(run(tuple(parameters), accumulate_grad=False))
     # Blocks that are checkpointed with reentry need a whole backward pass, which reaches other tensors too.
