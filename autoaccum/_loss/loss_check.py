@@ -493,7 +493,8 @@ class TrialLosses:
         if not (whole and self.tells_of_state) or self.weights.warnings or is_later:
             return
         again = self._runs(source, sample, 0, sample.samples)
-        if any(name in again and _differ(run, again[name], self.tolerance) for name, run in whole.items()):
+        finite = {name: run for name, run in whole.items() if math.isfinite(run.value) and name in again}
+        if any(_differ(run, again[name], self.tolerance) for name, run in finite.items()):
             self.weights.warn_of_hidden_state()
 
     def _depends_on_state(
