@@ -94,13 +94,14 @@ def find_micro_batch(
         DeviceLostError: This process can no longer use the device.
     """
     options = Options.of(find_micro_batch, locals())
-    notices = Notices()
+    notices = Notices(holds_choices=True)
     samples = count(batch, split)
     largest = samples if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     backend = devices.resolve(device, model, notices)
     limit_bytes, names = options.limit_bytes(backend), options.savings(backend)
     step = assemble(model, options, memory=backend, notices=notices)
     savings = Savings(step.objective.modules, names, backend, notices)
+    notices.tell_choices()
     return savings.run(lambda: probe(step, by_size(batch, split), largest, limit_bytes))
 
 

@@ -318,7 +318,7 @@ class Runner:
     ) -> None:
         options = Options.of(Runner, locals())
         _check_plan(plan)
-        notices = Notices()
+        notices = Notices(holds_choices=True)
         backend = devices.resolve(device, model, notices)
         limit_bytes = options.limit_bytes(backend)
         savings = options.savings(backend)
@@ -332,6 +332,7 @@ class Runner:
         self._step, self._noise, self._notices = step, noise, notices
         self._evaluator: Evaluator | None = None
         self._stepping, self._evaluating = AtWork("step", model), AtWork("evaluate", model, nests=True)
+        notices.tell_choices()
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set `plan` or `optimizer`.

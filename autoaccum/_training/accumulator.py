@@ -152,7 +152,7 @@ class Accumulator:
             divides.
         """
         _check_functions(options, closure)
-        self._notices = notices = options.notices or Notices()
+        self._notices = notices = options.notices or Notices(holds_choices=True)
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model = model.module
         backend = devices.resolve(options.device, model, notices)
@@ -188,6 +188,7 @@ class Accumulator:
             entry_of=_entries(step, limit_bytes, names, closure, notices) if measures else None,
         )
         self._at_work = AtWork("backward", model)
+        notices.tell_choices()
 
     @property
     def plan(self) -> Plan | None:

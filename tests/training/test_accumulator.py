@@ -638,3 +638,10 @@ def test_a_model_may_change_the_dictionary_that_it_is_given(micro_batch):
         accumulator.backward(batch)
 
     assert list(batch) == ["x", "y"]
+
+
+def test_choices_are_told_in_one_line(capfd):
+    autoaccum.Accumulator(nn.Linear(2, 2), loss=nn.MSELoss(), micro_batch=2)
+
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "autoaccum: chosen: device cpu (device=), precision fp32 (precision=)"
