@@ -402,7 +402,9 @@ def _saved(node: Any, name: str) -> Any:
         try:
             hook = raw.unpack_hook
         except AttributeError:  # torch < 2.10
-            _refuse_hooks(raw)
+            if name not in node.metadata:  # which is read a second time, with the hooks of the first
+                _refuse_hooks(raw)
+                node.metadata[name] = True
         else:
             if hook is not None and not (getattr(hook, "__module__", None) or "").startswith(_ONLY_MOVE):
                 raise _UnreadError

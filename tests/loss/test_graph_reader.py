@@ -183,3 +183,12 @@ def test_stopped_term_leaves_zeros_though_it_is_divided_by_0():
 
     assert scale.grad == 0
     assert torch.equal(x.grad, torch.full_like(x, 1 / (N * C)))
+
+
+def test_mean_that_is_there_twice_is_read_twice():
+    x, _, w = made()
+    mean = (x.square() * w).sum() / w.sum()
+
+    terms = read(mean + 0.5 * mean + x.abs().mean())
+
+    assert [term.weight for term in terms] == pytest.approx([float(w.sum()) / 1.5, N * C])
