@@ -76,7 +76,8 @@ class LoaderMemory:
         taken, prints, first, before = self.take(), self._prints(), self._first, self._first_prints
         for path, value in taken.items():
             # An item that a list or dict has got is told of by the fingerprint of the list.
-            if _is_number(value) and (value != first[path] if path in first else path[-1] != "]"):
+            is_new = path[-1] != "]" if path not in first else not _is_number(first[path]) or value != first[path]
+            if _is_number(value) and is_new:
                 self._moving.add(path)
         taken = {path: value for path, value in taken.items() if not _is_number(value) or path in self._moving}
         return taken | {path: prints.get(path) for path in before | prints if prints.get(path) != before.get(path)}
@@ -90,7 +91,7 @@ class LoaderMemory:
             if is_generator(value) and path in taken and _is_state(kept):
                 set_states([value], [kept])
                 restored.add(path)
-            elif _is_number(kept) and (is_generator(value) or _is_number(_plain(value))):
+            elif kept is None if is_generator(value) else _is_number(kept) and _is_number(_plain(value)):
                 self._moving.add(path)
                 if _plain(value) == kept or _set(owner, key, value, kept):
                     restored.add(path)

@@ -49,7 +49,8 @@ class LossKnowledge:
         is_torch_loss: Whether the loss is one of torch, so that only the model needs a check.
         is_models_own: Whether the model, or a framework's trainer, computes the loss.
         is_checked: Whether losses were tried on several samples, or on one where no two can be.
-        is_checked_now: Whether they were checked for the current window.
+        is_checked_now: Whether they were checked for the current window, each confirmed or met for the first time.
+        is_tried_now: Whether such a check was tried, whatever it confirmed.
         failures: Windows in a row whose weights were predicted wrong.
         warnings: Warnings of gradients that may be wrong.
         tried: The values that a check has compared, by name of the loss, to be shown.
@@ -58,7 +59,7 @@ class LossKnowledge:
     def __init__(self, default: Known | None = None) -> None:
         self.default = self._asked = default
         self.summands: dict[str, tuple[Known, ...]] = {}
-        self.is_torch_loss = self.is_models_own = self.is_checked = self.is_checked_now = False
+        self.is_torch_loss = self.is_models_own = self.is_checked = self.is_checked_now = self.is_tried_now = False
         self.failures = 0
         self.warnings: list[str] = []
         self.tried: dict[str, str] = {}
@@ -98,7 +99,7 @@ class LossKnowledge:
 
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""
-        self.is_checked_now = False
+        self.is_checked_now = self.is_tried_now = False
 
     def note(self, losses: Iterable[LossValue]) -> None:
         """Note which losses state their weight, and which are as the arguments say."""
@@ -135,6 +136,7 @@ class LossKnowledge:
         Raises:
             InvalidInputError: A loss compares samples with each other.
         """
+        self.is_tried_now = True
         self._incomplete = 0 if is_complete else self._incomplete + 1
         self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
         self.is_checked_now = is_complete or not self.summands.keys() >= found.keys()
@@ -205,6 +207,13 @@ class LossKnowledge:
             f"loss {name!r} is divided by {divisor:g} in all micro-batches, as by max({divisor:g}, n) where n is at "
             f"most {divisor:g}, and is taken for a sum: micro-batches are added; return the (sum, weight) pair with n "
             "itself, or pass loss_reduction='sum'"
+        )
+
+    def warn_of_unchecked(self, name: str) -> None:
+        """Warn of a loss of which no check could compare two parts."""
+        self.warn(
+            f"loss {name!r}: in none of the samples that were tried does something count in two parts, so what it is "
+            "divided by is read from its graph and not checked; a (sum, weight) pair says it"
         )
 
     def warn_if_unchecked(self, *, is_said: bool = True) -> None:

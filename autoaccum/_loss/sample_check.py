@@ -152,10 +152,7 @@ class LossCheck:
         self.is_complete = not self._open
         for name, is_trusted in self._open.items():
             if not is_trusted and name not in self.knowledge.summands:
-                self.knowledge.warn(
-                    f"loss {name!r}: in none of the samples that were tried does something count in two parts, so what "
-                    "it is divided by is read from its graph and not checked; a (sum, weight) pair says it"
-                )
+                self.knowledge.warn_of_unchecked(name)
         return self._found if has_tried else None
 
     def _try(self, source: Pass, sample: Window, first: int) -> None:

@@ -182,8 +182,17 @@ class SummandWeights:
         return weight
 
     def _narrow(self, fit: AbstractSet[Count]) -> None:
-        """Keep only the hints that fit."""
+        """Keep only the hints that fit.
+
+        Raises:
+            RecheckWindow: None of them does, in a window for which no check was tried.
+        """
         hints = self.known.hints
+        if hints and not fit and not self._knowledge.is_tried_now:  # it may be another function
+            how = "is divided by another number than the batch counts, which it was divided by when it was checked"
+            raise RecheckWindow(changed(self.key[0], how))
+        if hints and not fit and not self._knowledge.is_checked_now:
+            self._knowledge.warn_of_unchecked(self.key[0])
         if len(fit) < len(hints):
             self._knowledge.replace(self.key, hints={count: each for count, each in hints.items() if count in fit})
 
@@ -214,7 +223,8 @@ class SummandWeights:
         counts = [counted(self._window, *part, more) for part in parts]
         if any(all(of_part[count] <= known.least for of_part in counts) for count in more):
             self._knowledge.warn_of_divisor(self.key[0], known.least)
-        self._narrow(known.hints.keys() - more)
+        hints = {count: each for count, each in known.hints.items() if count not in more}
+        self._knowledge.replace(self.key, hints=hints)
 
 
 def _scale_of(weight: float, expected: Mapping[Count, float]) -> float:
