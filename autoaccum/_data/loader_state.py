@@ -22,6 +22,7 @@ from autoaccum._data.fingerprint import fingerprint_of
 from autoaccum._data.loader_memory import LoaderMemory, data_loaders_in
 from autoaccum._data.loaders import (
     can_be_read_once,
+    has_state,
     is_kept_between_epochs,
     is_kept_by_its_state,
     samplers_of,
@@ -100,7 +101,7 @@ class Track:
         self._split = split
         self._loader: Any = loader
         self._random: Any = random  # None where no position is asked for
-        self._has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._has_state = has_state(loader)
         self._keeps_state = self._has_state and random is not None and is_kept_by_its_state(loader)
         watched = None if random is None else getattr(loader, "whole_loader", loader)
         self._memory, self._data_loaders = LoaderMemory(watched), data_loaders_in(watched)
@@ -284,8 +285,8 @@ class Track:
             lost = self._memory.put_back(position.memory)
         if lost:
             self.differences.append(
-                f"{listed(lost)} of the loader, which changed during the training, cannot be restored; generators and "
-                "numbers that are there from the beginning can"
+                f"{listed(lost)} of the loader, which changed during the training, cannot be restored, which makes a "
+                "difference unless the loader makes it anew in each epoch; generators and numbers can"
             )
 
     def _tell_what_differs(self, position: Position, *, is_same: bool, was_loaded: bool) -> None:

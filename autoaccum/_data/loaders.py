@@ -102,6 +102,12 @@ def samplers_of(loader: Any) -> tuple[Any, ...]:
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
+def has_state(loader: Any) -> bool:
+    """Whether a loader has a state; one that Accelerate has prepared may have the methods and none."""
+    is_callable = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+    return is_callable and getattr(loader, "use_stateful_dataloader", True) is not False
+
+
 def is_kept_by_its_state(loader: Any) -> bool:
     """Whether the `state_dict` of a loader brings it back exactly; else its epoch is to be read again.
 
@@ -129,7 +135,7 @@ def is_kept_between_epochs(loader: Any) -> bool:
 
     That of a StatefulDataLoader is needed for iterable data alone: samplers might begin where they have ended.
     """
-    if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__):
+    if not any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__):
         return True
     return isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "state_dict")
 

@@ -200,10 +200,10 @@ class LossForms:
     def warn_of_hidden_state(self) -> None:
         """Warn of a loss that is another in a second pass over the same samples."""
         self.warn(
-            "the loss of the same samples differs from pass to pass, though random generators and all that modules "
-            "hold were put back: it depends on state that is kept elsewhere (an object, a closure, a class, an array), "
-            "or draws from a generator that no module holds. State that forward() moves would move once for each "
-            "micro-batch; keep it in a buffer, and move it once an optimizer step, from a callback's on_step"
+            "the loss of the same samples differs from pass to pass, though the attributes of modules were put back, "
+            "random generators among them. If it draws from another generator, make that an attribute of the module. "
+            "If it depends on state that is kept elsewhere (an object, a closure, a class, an array), that moves once "
+            "for each micro-batch: keep it in a buffer, and move it once an optimizer step, from a callback's on_step"
         )
 
     def learn(

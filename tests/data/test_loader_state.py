@@ -630,3 +630,36 @@ def test_checkpoint_of_a_loader_without_a_state_is_resumed_with_one(tmp_path):
 
     expected, _ = train(anew(make), None)
     assert windows == {step: expected[step] for step in windows}
+
+
+def prepared_by_accelerate(data):
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare_data_loader(DataLoader(data, batch_size=4, shuffle=True))
+
+
+def test_loader_made_of_nodes_trains_with_a_checkpoint(tmp_path):
+    nodes = pytest.importorskip("torchdata.nodes")
+    rows = [(torch.randn(3), torch.randn(1)) for _ in range(16)]
+    node = nodes.Mapper(nodes.Batcher(nodes.IterableWrapper(rows), 4), default_collate)
+    options = {"micro_batch": 4, "progress": False, "device": "cpu", "loss": nn.MSELoss()}
+
+    result = autoaccum.fit(nn.Linear(3, 1), nodes.Loader(node), 4, checkpoint=tmp_path, **options)
+
+    assert result.steps == 4
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_loader_of_accelerate_whose_state_is_none_resumes_exactly(tmp_path, epochs):
+    seen = {}
+    for stops in (None, 3 * epochs):
+        torch.manual_seed(0)
+        loader = prepared_by_accelerate(TensorDataset(torch.randn(16, 3), torch.randn(16, 1)))
+        options = {"micro_batch": 4, "epochs": 2, "progress": False, "device": "cpu", "loss": nn.MSELoss()}
+        options |= {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+        model, folder = nn.Linear(3, 1), tmp_path / str(stops)
+        if stops:
+            autoaccum.fit(model, loader, 4, max_steps=stops, checkpoint=folder, **options)
+        autoaccum.fit(model, loader, 4, checkpoint=folder, **options)
+        seen[stops] = model.weight.detach().clone()
+
+    assert torch.equal(seen[None], seen[3 * epochs])
