@@ -57,7 +57,7 @@ def outcome(result: autoaccum.FitResult, limit: str) -> str:
     cut, last = result.plan.micro_batches, result.evaluations[-1]
     return f"""
 Memory: {max(cut)} images fit at once in {limit}, so each batch of {sum(cut)} ran as {"+".join(map(str, cut))}.
-Training: {result.steps} optimizer steps with whole batches' gradients; memory ran out {result.oom_events} times.
+Training: {result.steps} optimizer steps, each of a whole batch; memory ran out {result.oom_events} times.
 Result: {last.metrics["accuracy"]:.1%} of {last.samples} digits that it had not seen are read right."""
 
 
