@@ -74,11 +74,15 @@ class BySummands:
     def _of_part(self, start, size):
         return self._losses(self._window.cut(start, start + size), size)[0]
 
-    def _check(self):
-        check = LossCheck(
+    def check(self):
+        """Return a check of the losses."""
+        return LossCheck(
             [self._losses], self.knowledge, lambda batch: batch, self._mark, nullcontext, casts=False,
             parameters=self._parameters,
         )  # fmt: skip
+
+    def _check(self):
+        check = self.check()
         self._mark.take(with_attributes=True)
         try:
             with quiet_training([self._model]):

@@ -430,7 +430,6 @@ def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, flo
     divisors = [float(one.divisor or 0.0) for one in summands]
     if all(divisors) and (found := counts_of_divisor(divisors, counts)):
         return replace(guess, hints=dict.fromkeys(found, weights[0] / divisors[0]), is_divisor=True)
-    if hints := hints_of(weights, counts):
-        return replace(guess, hints=hints)
-    is_constant = all(divisors) and len(summands) > 1 and all(is_same(one, weights[0]) for one in weights)
-    return sum_of(summands[0], Observation(1, 0.0, [], torch.zeros(0), {}, {})) if is_constant else guess
+    if all(divisors) and len(summands) > 1 and all(is_same(one, weights[0]) for one in weights):
+        return replace(sum_of(summands[0], Observation(1, 0.0, [], torch.zeros(0), {}, {})), is_guess=True)
+    return replace(guess, hints=hints_of(weights, counts))
