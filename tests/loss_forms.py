@@ -385,7 +385,10 @@ FORMS = {
     ),
     "logsumexp": Form(lambda o, b: row(o, b).logsumexp(0), allowed="warned or refused"),
     "smoothed ce, samples all ignored": Form(lambda o, b: ce(o, b["labels_of_some"], label_smoothing=0.1)),
-    "num_items tensor": Form(lambda o, b: ce(o, b["labels"], reduction="sum") / torch.tensor(41.0)),
+    # Nothing tells it from max(41, n), where 39 labels are in the samples that are tried, and 45 in all.
+    "num_items tensor": Form(
+        lambda o, b: ce(o, b["labels"], reduction="sum") / torch.tensor(41.0), allowed="exact or warned"
+    ),
     "nan_to_num": Form(lambda o, b: torch.nan_to_num(ce(o, b["labels"])), allowed="exact or refused"),
     "weights / their mean": Form(
         lambda o, b: (row(o, b) * (b["w"] / b["w"].mean())).mean(), allowed="exact or refused"
@@ -655,7 +658,7 @@ FORMS |= {
     "diffusion, min-snr": Form(weighted_diffusion, Noisy, forward=of_noise),
     "vae, sum / samples": Form(vae, Noisy, forward=of_noise),
     "vae, means": Form(lambda o, b: vae(o, b, "mean"), Noisy, forward=of_noise),
-    "ce + router": Form(lambda o, b: ce(o, b["labels"]) + 0.1 * router(o), allowed="warned or refused"),
+    "ce + router": Form(lambda o, b: ce(o, b["labels"]) + 0.1 * router(o), allowed="refused"),
     "dict with a router": Form(
         lambda o, b: {"ce": ce(o, b["labels"]), "router": 0.1 * router(o)}, allowed="warned or refused"
     ),

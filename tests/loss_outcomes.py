@@ -68,7 +68,8 @@ class PlainLoop:
     def distance(self, model):
         """How far a model is from this one's, relative to how far this one came."""
         here = self.vector(self.model)
-        return float((self.vector(model) - here).norm() / (here - self.start).norm())
+        off, moved = (self.vector(model) - here).norm(), (here - self.start).norm()
+        return float(off / moved) if off else 0.0
 
 
 # --- ways to train, each a function of a form, a model and its optimizer ----------------------------------------------

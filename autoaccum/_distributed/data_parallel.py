@@ -10,7 +10,6 @@ back to the start of the window, and if one has to, it says so in place of its n
 from __future__ import annotations
 
 import hashlib
-import math
 import pickle
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,10 +30,11 @@ from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.steady import is_number_due
 from autoaccum._loss.batch_counts import counts_in, counts_of
-from autoaccum._loss.loss_check import MOST_SAMPLES, choices
-from autoaccum._loss.loss_forms import Weighting
+from autoaccum._loss.loss_values import in_full
 from autoaccum._loss.reported import LOSS, WEIGHT, means
-from autoaccum._loss.terms import in_full
+from autoaccum._loss.sample_check import MOST_SAMPLES, choices
+from autoaccum._loss.settling import NotSettled, PartWeights, Totals, settle
+from autoaccum._loss.summand_weights import all_predicted
 from autoaccum._oom import is_device_lost, is_oom, is_too_large, let_go
 from autoaccum.errors import InvalidInputError
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.peers import BeforeStep, Work
     from autoaccum._loss import reported
     from autoaccum._loss.batch_counts import Count
-    from autoaccum._loss.loss_weights import Slot
+    from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
 
@@ -60,20 +60,19 @@ class Part(NamedTuple):
 
     Attributes:
         samples: Samples in the part.
-        weight: What the part's loss is divided by, NaN if nothing counts in it and it does not exist; None if that
-            makes no difference.
+        weights: What the part tells of the window's weights.
         known: What is known about the losses and of their names, in short.
         settings: A digest of the settings of the optimizer's groups.
         flags: Which parameters have a gradient and which buffers were written, packed.
         requests: Actions that the rank requests after this window, as bits.
         failed: What ran out of memory on it since its last message: samples and widths.
         variance: The variance of its gradients, if noise was measured.
-        is_stale: Whether the weights that parts were given beforehand do not hold by what it knows of the losses now.
+        is_stale: Whether what it knows of the losses now asks for weights that it was not given beforehand.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
     """
 
     samples: int
-    weight: float | None
+    weights: PartWeights
     known: bytes
     settings: bytes
     flags: bytes
@@ -95,7 +94,7 @@ class RankPeers(Peers):
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
-        totals: Combined weights of the current window's parts, if needed before their gradients are computed.
+        totals: Weights of the current window, if they are needed before its parts are computed.
         is_decided: As for `Peers`.
     """
 
@@ -127,11 +126,11 @@ class RankPeers(Peers):
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
         self._norm = in_full(torch.zeros((), device=step.memory.device))
         self._values = self._norm
-        self.totals: dict[Slot, float] | None = None
-        self._pairs: dict[str, float] | None = None
-        self._weighed_by: Any = None  # what was known of the losses when parts were weighed
-        # Whether ranks exchange totals: decided together, since an evaluation may change what one of them knows.
-        self._shares = False
+        self.totals: Totals | None = None
+        # Whether ranks exchange predictions, and run forward first: decided together, since an evaluation may change
+        # what one of them knows.
+        self._shares = self._runs_forward = False
+        self._factors: list[float] = []  # of all ranks
         self._begun: Window | None = None
         self._windows = 0
         self._is_awaited = False  # whether the others would wait for this rank if it began its part again
@@ -166,8 +165,8 @@ class RankPeers(Peers):
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    def begin(self, window: Window, sizing: Sizing) -> dict[Slot, float] | None:
-        """Begin a window; return the combined weights of its parts if they are needed before the parts are computed."""
+    def begin(self, window: Window, sizing: Sizing) -> Totals | None:
+        """Begin a window; return what predicts its weights if that is needed before the parts are computed."""
         self._window, self._sizing, self.is_decided = window, sizing, False
         self._buffers.begin()
         if self._begun is window.origin:
@@ -237,7 +236,7 @@ class RankPeers(Peers):
             InvalidInputError: Their optimizers have unlike settings. Raised on every rank.
             RankFailedError: Another rank cannot continue.
         """
-        weights, known = self._step.objective.weights, self._known(given.slots)
+        knowledge, known = self._step.objective.knowledge, self._known(given.slots)
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self._exchange_parts(given, known)
@@ -247,23 +246,60 @@ class RankPeers(Peers):
             if part.failed and is_like:  # else every rank would find it out by failing, and the others wait each time
                 work.adopt(part.failed)
         if len({part.known for part in self.parts}) == 1 and not any(part.is_stale for part in self.parts):
-            return True
-        said = self.ranks.exchange("losses", (weights.knowledge, self._slots))
+            return self._settle(work)
+        said = self.ranks.exchange("losses", (knowledge.shared(), self._slots))
         self._slots = sorted({slot for _, slots in said for slot in slots})
-        weights.adopt([knowledge for knowledge, _ in said])
-        self._shares = weights.weighting is Weighting.OWN_DIVISORS
+        knowledge.adopt([of_rank for of_rank, _ in said])
+        self._shares, self._runs_forward = len(knowledge.items()) > 1, knowledge.runs_forward_first
         self._weigh(self._window)
         work.start_over(self.totals)
         return False
 
+    def _settle(self, work: Work) -> bool:
+        """Find what ranks multiply their gradients by; return False if all make the window again."""
+        knowledge, totals = self._step.objective.knowledge, self.totals
+        is_exact = totals is not None and totals.is_exact
+        try:
+            self._factors = settle(knowledge, [part.weights for part in self.parts], is_exact=is_exact)
+        except NotSettled as wrong:
+            self.totals = self._totals(wrong.weights or {}, self.samples, is_exact=True)
+            self._runs_forward = knowledge.runs_forward_first
+            work.start_over(self.totals)
+            return False
+        return True
+
     def _weigh(self, window: Window) -> None:
-        self._weighed_by, self.totals = self._step.objective.weights.in_short(), self._totals_of(window)
+        self.totals = self._predicted(window)
+        if self._runs_forward and not window.samples:
+            self.totals_of({}, 0)  # the others exchange this too, and wait for this rank
+
+    def _predicted(self, window: Window) -> Totals | None:
+        """Return what predicts the weights of a window, if ranks need the same."""
+        if not self._shares:
+            return None
+        mine = all_predicted(self._step.objective.knowledge, window) if window.samples else {}
+        said = self.ranks.exchange("weights", (mine, window.samples))
+        return self._totals(sums([weights for weights, _ in said]), sum(samples for _, samples in said))
+
+    def _totals(self, weights: Mapping[SummandKey, float], samples: int, *, is_exact: bool = False) -> Totals:
+        return Totals(weights, samples, is_exact)
+
+    def runs_forward_first(self) -> bool:
+        """As for `Peers`."""
+        return self._runs_forward
+
+    def totals_of(self, weights: Mapping[SummandKey, float], samples: int) -> Totals:
+        """As for `Peers`."""
+        if self.totals is None or not self.totals.is_exact:  # otherwise a second attempt by this rank alone
+            said = self.ranks.exchange("true weights", (dict(weights), samples))
+            self.totals = self._totals(
+                sums([of_rank for of_rank, _ in said]), sum(number for _, number in said), is_exact=True
+            )
+        return self.totals
 
     def _is_stale(self) -> bool:
-        """Whether the weights that parts were given beforehand do not hold by what is known of the losses now."""
-        weights = self._step.objective.weights
-        shares = weights.weighting is Weighting.OWN_DIVISORS
-        return shares != (self.totals is not None) or (shares and weights.in_short() != self._weighed_by)
+        """Whether weights are needed beforehand by what is known of the losses now, and were not given."""
+        return len(self._step.objective.knowledge.items()) > 1 and self.totals is None
 
     def _larger_size(self) -> int | None:
         """Return the micro-batch size that this rank requests from the next window on, if ranks agree on sizes."""
@@ -276,7 +312,7 @@ class RankPeers(Peers):
         flags = [parameter.grad is not None for parameter in self._trained] + self._buffers.written()
         mine = Part(
             samples=self._window.samples,
-            weight=_on_the_host(given.weight),
+            weights=PartWeights() if given.weights is None else given.weights.message(),
             known=known,
             settings=self._settings.digest(),
             flags=np.packbits(np.array(flags, dtype=bool)).tobytes(),
@@ -302,7 +338,7 @@ class RankPeers(Peers):
             InvalidInputError: Nothing counts in the whole window. Raised on every rank.
             RankFailedError: Another rank is gone.
         """
-        factor = self._factor(given)
+        factor = self._factors[self.ranks.rank]
         outcome.run(self._make_gradients)
         self._exchange_sums(given, outcome, result, self._trained, factor)
         result.spread = outcome.run(self._spread)
@@ -342,7 +378,7 @@ class RankPeers(Peers):
         found = [part.variance for part in self.parts if part.variance is not None]
         if not found:
             return None
-        is_sum = self._step.objective.weights.weighting is Weighting.SUM
+        is_sum = not any(known.is_weighed for _, known in self._step.objective.knowledge.items())
         unit = self._step.loss_scale() * (self.samples if is_sum else 1.0)
         gradients = (parameter.grad for parameter in self._trained)
         whole = float(squared_norm(gradients, self._step.memory.device)) / unit**2
@@ -366,11 +402,11 @@ class RankPeers(Peers):
     def _prepare(self, window: Window) -> None:
         """Compare parameters and choose the samples on which losses are tried before this window, if that is due."""
         self._windows += 1
-        weights = self._step.objective.weights
-        self.samples_to_try, weights.counted = None, {}
+        knowledge = self._step.objective.knowledge
+        self.samples_to_try, knowledge.counted = None, {}
         if is_number_due(self._windows):
             compare_weights(self.ranks, self._step)
-            knows = weights.needs_no_check or (weights.is_trusted and weights.is_checked)
+            knows = knowledge.needs_no_check or (knowledge.is_torch_loss and knowledge.is_checked)
             self.samples_to_try = self._samples_to_try(window, sends=not knows)
 
     def _samples_to_try(self, window: Window, *, sends: bool) -> Window | None:
@@ -380,37 +416,13 @@ class RankPeers(Peers):
             most = -(-MOST_SAMPLES // self.ranks.size) if self.ranks.rank < MOST_SAMPLES else 0
             said = self.ranks.exchange("samples", _sendable(window, most) if sends else ([], {}))
         found = [piece for pieces, _ in said for piece in pieces]
-        self._step.objective.weights.counted = sums([counts for _, counts in said])
+        self._step.objective.knowledge.counted = sums([counts for _, counts in said])
         return Window(found, self._step.objective.split) if found else None
-
-    def _totals_of(self, window: Window) -> dict[Slot, float] | None:
-        self._pairs = None
-        if not self._shares:
-            return None
-        totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
-        if not window.samples and self._step.objective.weights.mixes_pairs:
-            self.of_pairs({})  # the others exchange this too, and wait for this rank
-        return totals
-
-    def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """As for `Peers`."""
-        if self._pairs is None:  # otherwise a second attempt by this rank alone
-            self._pairs = sums(self.ranks.exchange("pairs", dict(weights)))
-            if not all(self._pairs.values()):
-                raise nothing_counts()
-        return {name: self._pairs[name] for name in weights}
-
-    def _factor(self, given: PartResult) -> float:
-        """Return the factor for this rank's gradients and losses before they are summed over ranks."""
-        if self.totals is not None or self._step.objective.weights.weighting is Weighting.SUM:
-            return 1.0
-        total = total_of([part.weight or 0.0 for part in self.parts])
-        return given.provisional / total if total else 1.0
 
     def _known(self, slots: Mapping[reported.Slot, Any] | None = None) -> bytes:
         """Return a digest of everything known about the losses, equal wherever that is equal."""
         self._slots = sorted({*self._slots, *(slots or ())})
-        text = repr((self._step.objective.weights.in_short(), self._slots))
+        text = repr((self._step.objective.knowledge.in_short(), self._slots))
         return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
     # --- adding up ----------------------------------------------------------------------------------------------------
@@ -480,31 +492,6 @@ def trained(step: GradientStep) -> list[nn.Parameter]:
 def sums(said: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     """Return by name the sum of what ranks say."""
     return {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
-
-
-def _on_the_host(weight: float | Tensor | None) -> float | None:
-    """Return what a part is divided by. Of cross entropy alone only the device knows it, which is NaN where it is 0."""
-    return (float(weight) or math.nan) if isinstance(weight, Tensor) else weight
-
-
-def total_of(weights: Sequence[float]) -> float:
-    """Return what a loss is divided by, from what the parts of a window say; 0 if it is 0 itself.
-
-    Raises:
-        InvalidInputError: Nothing counts in any part, and the loss of one of them does not exist (NaN).
-    """
-    total = sum(weight for weight in weights if not math.isnan(weight))
-    if not total and any(map(math.isnan, weights)):
-        raise nothing_counts()
-    return total
-
-
-def nothing_counts() -> InvalidInputError:
-    """Return the error that every rank raises if a window's loss is divided by 0."""
-    return InvalidInputError(
-        "nothing that the loss counts (targets, or the weight of a (sum, weight) pair) is in this window on any rank, "
-        "so its mean does not exist; leave such samples out"
-    )
 
 
 class _SharedBuffers:

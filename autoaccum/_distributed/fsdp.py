@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._distributed.data_parallel import RankPeers, nothing_counts, sums, total_of
+from autoaccum._distributed.data_parallel import RankPeers, sums
 from autoaccum._distributed.process_group import could_not_exchange
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._loss.loss_check import choices
-from autoaccum._loss.loss_forms import Weighting
-from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
+from autoaccum._loss.sample_check import choices
+from autoaccum._loss.settling import Totals
+from autoaccum._loss.summand_weights import all_predicted
+from autoaccum._loss.window_weights import Nothing
 from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from autoaccum._data.batches import Window
     from autoaccum._distributed.buckets import Outcome
@@ -37,10 +38,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import WindowResult
     from autoaccum._engine.peers import BeforeStep, Work
-    from autoaccum._loss.loss_weights import Slot
+    from autoaccum._loss.summands import SummandKey
 
-# A rank with no samples left makes its passes with these factors, so that they contribute nothing.
-_NOTHING = Factors(scale=0.0)
 # BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
 # A failure would end the process, so sizes grow by steps and never near the limit, as a prediction says little about
@@ -74,7 +73,6 @@ class ShardedRankPeers(RankPeers):
         self._held_bytes: int | None = None
         step.passes = self
         step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
-        step.objective.weights.has_to_pass = True  # for which the others would wait
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
@@ -94,7 +92,7 @@ class ShardedRankPeers(RankPeers):
         """Make the passes that others still have to make, and confirm that all have finished, as `RankPeers` does."""
         for _ in range(self._passes - len(work.at.sizes)):
             self._pass_with_nothing()
-        if given.doubt is not None and not given.doubt.is_known:
+        if given.doubt is not None:
             raise given.doubt.error
         is_agreed = super().agree(given, work)
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
@@ -102,7 +100,7 @@ class ShardedRankPeers(RankPeers):
 
     def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
         """Sum losses and buffers; gradients have already been reduced, pass by pass."""
-        correction = self._correction()
+        correction = self._factors[self.ranks.rank]
         self._exchange_sums(given, outcome, result, [], correction / self.ranks.size)
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
@@ -183,7 +181,7 @@ class ShardedRankPeers(RankPeers):
         """Make a pass that contributes nothing, since others have samples left."""
         self._mark.take()
         batch, samples = self._nothing()
-        self._step.accumulate(batch, samples, _NOTHING, PartResult())
+        self._step.accumulate(batch, samples, Nothing(self._step.objective.knowledge), PartResult(samples))
         self._mark.restore()
 
     def _nothing(self) -> tuple[Any, int]:
@@ -195,8 +193,8 @@ class ShardedRankPeers(RankPeers):
 
     def _prepare(self, window: Window) -> None:
         """Try the losses on the same samples on all ranks, in the first window: a pass that fails ends them all."""
-        knows = self._step.objective.weights
-        if self._sample is not None and (knows.is_checked or knows.knows_all):
+        knowledge = self._step.objective.knowledge
+        if self._sample is not None and (knowledge.is_checked or knowledge.is_stated):
             return
         asked = self._samples_to_try(window, sends=True)
         if asked is None:
@@ -220,33 +218,19 @@ class ShardedRankPeers(RankPeers):
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
                 objective.check(asked, step.transfer.place, self._mark, step.precision.autocast)
 
-    def _totals_of(self, window: Window) -> dict[Slot, float]:
-        if self._step.objective.weights.mixes_pairs:
-            raise InvalidInputError(
-                "several losses, some of them (sum, weight) pairs, cannot be weighted in a model that fully_shard has "
-                "sharded; return one loss, or means"
-            )
-        totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
+    def _predicted(self, window: Window) -> Totals:
+        """Return what predicts the weights of a window: passes reduce gradients, so all ranks divide by the same."""
+        mine = all_predicted(self._step.objective.knowledge, window) if window.samples else {}
+        said = self.ranks.exchange("weights", (mine, window.samples))
+        return self._totals(sums([weights for weights, _ in said]), sum(samples for _, samples in said))
+
+    def _totals(self, weights: Mapping[SummandKey, float], samples: int, *, is_exact: bool = False) -> Totals:
         # The reduction of gradients takes their mean over the ranks.
-        self.multiplier = float(self.ranks.size) if totals[OF_SAMPLES] else 1.0
-        if totals[OF_SAMPLES] and self._step.objective.weights.lack(totals):
-            raise nothing_counts()
-        return totals
+        return Totals(weights, samples, is_exact, scale=float(self.ranks.size))
 
-    def _is_stale(self) -> bool:
-        weights = self._step.objective.weights
-        return weights.weighting is Weighting.OWN_DIVISORS and weights.in_short() != self._weighed_by
-
-    def _correction(self) -> float:
-        """Return the factor for gradients and losses, which have been divided by the number of samples."""
-        weights = [part.weight for part in self.parts if part.weight is not None]
-        if not weights:
-            return 1.0
-        if not (total := total_of(weights)):
-            return 1.0
-        assert self.totals is not None
-        provisional = self._step.objective.weights.set_provisional(self._window, self.totals)
-        return provisional / total
+    def runs_forward_first(self) -> bool:
+        """As for `Peers`: windows whose weights cannot be predicted are made again."""
+        return False
 
     def _larger_size(self) -> int:
         """Return the size that this rank requests for the next window, by the memory of this one."""

@@ -13,8 +13,8 @@ from autoaccum._engine import devices, optimizers, precision
 from autoaccum._engine.dtensor import refuse_sharded
 from autoaccum._engine.forward_backward import GradientStep, TrainingStep
 from autoaccum._engine.oom_report import OomReport
+from autoaccum._loss.loss_values import describe
 from autoaccum._loss.objective import Objective
-from autoaccum._loss.terms import describe
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import DoesNotFitError, InvalidInputError

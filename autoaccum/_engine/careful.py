@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import copied
-from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.steady import is_number_due
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._loss.loss_check import MOST_SAMPLES
-from autoaccum._loss.loss_forms import Weighting
+from autoaccum._loss.sample_check import MOST_SAMPLES
+from autoaccum._loss.summand_weights import OF_SPLIT
+from autoaccum._loss.summands import is_same
+from autoaccum._loss.window_weights import Alone, WindowWeights
 from autoaccum._oom import is_oom, let_go
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
@@ -34,9 +36,12 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import Peers
     from autoaccum._engine.savepoint import Savepoint
-    from autoaccum._loss.loss_weights import Factors, Slot
+    from autoaccum._loss.settling import Totals
+    from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.sizing import Sizing
 
+# The relative difference of sums of split.weight that rounding may cause.
+_ADDS_UP = 1e-6
 # Samples of a check of a model: two odd parts, since a model may take pairs.
 _OF_A_MODEL = 6
 
@@ -63,58 +68,64 @@ class CarefulPath:
         self.peers = peers
         self._noise = noise
         self._windows_due = 0  # with a loss of torch
+        self._adds_up = False  # whether the split's weight was seen to
         # Of the state before losses are tried on a few samples.
         self._before_trying = savepoint.like_it()
         self._whole = WholeWindow(step, savepoint) if step.options.loss_scope == "window" else None
 
     def run(
-        self, window: Window, at: Progress, totals: Mapping[Slot, float] | None, *, is_first: bool, measures_noise: bool
+        self, window: Window, at: Progress, totals: Totals | None, *, is_first: bool, measures_noise: bool
     ) -> PartResult:
         """Run a window, or this process's part, from its start; `totals` are the weights of all parts, if known."""
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
         step, sizing, given = self._step, self._sizing, PartResult(window.samples)
         noise = self._noise if measures_noise else None
-        factors: list[Factors] = []
+        weights: Alone | WindowWeights | None = None
         first_norm: Tensor | None = None
         while at.done < window.samples:  # once, but where each micro-batch decides the size of the next
             step.stage.phase, at.size = Phase.WEIGH, None
-            sizes, before = sizing.cut(at.done), len(factors)
+            sizes, before = sizing.cut(at.done), len(at.sizes)
             if noise is not None:
                 sizes = self._cut_to_measure(noise, sizes)
             at.sizes = (*at.sizes[:before], *sizes)
-            if not factors:
+            if weights is None:
                 self._check_losses(window, at, sizes, is_first=is_first)
-            factors += self._weigh(window, at, totals)[before:]
-            if sizing.is_learning and noise is None and step.objective.weights.weighting is not Weighting.OWN_DIVISORS:
+                weights = self._weights_of(window, at, totals)
+            if sizing.is_learning and noise is None:
                 sizes = sizes[:1]  # its measurement decides the next size
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
             feed = step.transfer.feed(window, sizes, starts)
             with closing(feed):
-                for size, start, own in zip(sizes, starts, factors[before:], strict=False):
-                    at.size, sizing.start, step.objective.weights.start = size, start, start
-                    self._one(feed, window, size, own, given)
+                for size, start in zip(sizes, starts, strict=True):
+                    at.size, sizing.start = size, start
+                    self._one(feed, window, size, start, weights, given)
                     if noise is not None and first_norm is None:
                         first_norm = self._squared_norm()
                     at.done += at.size
-            if sizing.is_learning:
-                del factors[before + len(sizes) :]
+            at.sizes = at.sizes[: before + len(sizes)]
         at.size = None
-        if given.doubt is None:
-            given.weight, given.provisional = self._weight(given, window, totals)
-            given.spread = self._spread(first_norm, window, at.sizes, factors, given)
+        if given.doubt is None and isinstance(weights, WindowWeights):
+            given.weights = weights
+            given.spread = None if first_norm is None else self._spread(first_norm, weights, window.samples)
         return given
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
     def _one(
-        self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: PartResult
+        self,
+        feed: Generator[Any, None, None],
+        window: Window,
+        size: int,
+        start: int,
+        weights: Alone | WindowWeights,
+        into: PartResult,
     ) -> None:
-        """Run one micro-batch forward and backward."""
+        """Run the next micro-batch forward and backward."""
         step, sizing = self._step, self._sizing
         self._enter(size, window.samples)
         step.stage.phase = Phase.TRANSFER
-        step.accumulate(next(feed), size, factors, into)
+        step.accumulate(next(feed), size, weights, into, start=start)
         if sizing.measures:
             sizing.leave(size)
 
@@ -145,84 +156,82 @@ class CarefulPath:
         step, is_part, on_all = self._step, self.peers.is_part, self.peers.samples_to_try
         # Parts of windows are tried in the same windows on all ranks.
         is_due = on_all is not None if is_part else is_first
-        if is_due and step.objective.weights.is_trusted:  # whatever the structure of windows
+        if is_due and step.objective.knowledge.is_torch_loss:  # whatever the structure of windows
             self._windows_due += 1
             is_due = is_number_due(self._windows_due)
         if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_due):
             return  # or determined together with the others
-        weights = step.objective.weights
-        if weights.is_checked and (weights.is_checked_now or (is_part and not is_due)):
+        knowledge = step.objective.knowledge
+        if knowledge.is_checked and (knowledge.is_checked_now or (is_part and not is_due)):
             return
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
         self._try_losses(on_all or window, larger=max(sizes, default=0))
         at.size = None
 
     def _try_losses(self, window: Window, *, larger: int) -> None:
-        step, weights = self._step, self._step.objective.weights
+        step, knowledge = self._step, self._step.objective.knowledge
         # With a loss of torch, the training does not need the check, which takes no memory that is not there.
-        at_most = _OF_A_MODEL if weights.is_trusted else MOST_SAMPLES
+        at_most = _OF_A_MODEL if knowledge.is_torch_loss else MOST_SAMPLES
         try:
             step.check_losses(window, self._before_trying, at_most=at_most, larger=larger)
         except Exception as error:
-            if not (weights.is_trusted and is_oom(error)):
+            if not (knowledge.is_torch_loss and is_oom(error)):
                 raise
             let_go(error)
-            weights.is_checked = True  # it is tried again when the next check is due
+            knowledge.is_checked = True  # it is tried again when the next check is due
             step.memory.release()
             if not self._before_trying.is_restored:  # which failed, too; once more, or else the window fails
                 self._before_trying.restore()
         self._before_trying.forget()
         step.memory.trim()  # the window needs it
 
-    def _weigh(self, window: Window, at: Progress, totals: Mapping[Slot, float] | None) -> list[Factors]:
-        objective, is_part = self._step.objective, self.peers.is_part
-        factors = objective.weights.factors(window, at.sizes, totals, is_part=is_part)
-        if totals is not None:
-            for factor in factors:
-                factor.scale = self.peers.multiplier
-        if (len(at.sizes) > 1 or is_part) and objective.weights.mixes_pairs:
-            # Gradients of several losses share one .grad and cannot be corrected one by one afterwards, so the weights
-            # of (sum, weight) pairs are computed beforehand, in a forward pass without a graph.
-            weights = self._pair_weights(window, at)
-            for name, weight in (weights if totals is None else self.peers.of_pairs(weights)).items():
-                for factor in factors:
-                    factor.pairs[name] = 1.0 / (weight or 1.0)  # of a part alone, until the ranks have agreed
-        return factors
+    def _weights_of(self, window: Window, at: Progress, totals: Totals | None) -> Alone | WindowWeights:
+        """Return what weighs the losses of a window, or of this process's part of it."""
+        knowledge, is_part = self._step.objective.knowledge, self.peers.is_part
+        knowledge.refuse_number(window, is_part=is_part)
+        if len(at.sizes) == 1 and not is_part:
+            return Alone(knowledge)
+        if knowledge.default is not None and OF_SPLIT in knowledge.default.hints and not self._adds_up:
+            self._check_split(window, at.sizes)
+        if self.peers.runs_forward_first() and not (totals is not None and totals.is_exact):
+            totals = self.peers.totals_of(self._run_forward(window, at), window.samples)
+        return WindowWeights(knowledge, window, totals, has_to_pass=self._step.passes is not None)
 
-    def _pair_weights(self, window: Window, at: Progress) -> dict[str, float]:
+    def _check_split(self, window: Window, sizes: Sequence[int]) -> None:
+        """Reject a split whose weight does not add up, in the first window that is cut."""
+        whole, stops = window.weight(0, window.samples), accumulate(sizes)
+        added = sum(window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
+        if not is_same(whole, added, _ADDS_UP):
+            raise InvalidInputError(
+                f"split={self._step.objective.split!r}: weight does not add up: {whole:g} for a window, and {added:g} "
+                f"for its {len(sizes)} micro-batches together, as a mean or a maximum would; return a sum, such as the "
+                "tokens"
+            )
+        self._adds_up = len(sizes) > 1
+
+    def _run_forward(self, window: Window, at: Progress) -> dict[SummandKey, float]:
+        """Return the weights of a window's summands, by forward passes alone: with graphs, unless all are stated."""
         step, starts = self._step, accumulate(at.sizes[:-1], initial=0)
-        weights: dict[str, float] = {}
+        weights = WindowWeights(step.objective.knowledge, window)
+        has_graphs = not step.objective.knowledge.states_all
         self._before_trying.take(with_attributes=True)
         step.stage.phase = Phase.FORWARD
-        with torch.no_grad(), closing(step.transfer.feed(window, at.sizes)) as feed:
+        with torch.set_grad_enabled(has_graphs), closing(step.transfer.feed(window, at.sizes)) as feed:
             for size, start in zip(at.sizes, starts, strict=True):
                 at.size, self._sizing.start = size, start
                 batch = copied(next(feed))
+                weights.enter(start, size, batch)
                 for source in step.objective.sources:
                     with step.precision.autocast():
-                        terms, _ = step.objective.terms(source, batch, size)
-                    for term in terms:
-                        if term.weight is not None and not term.is_reported:
-                            weights[term.name] = weights.get(term.name, 0.0) + float(term.weight)
+                        losses, _ = step.objective.values(source, batch, size)
+                    for loss in losses:
+                        if not loss.is_reported:
+                            weights.note(loss)
+                    del losses
         at.size = None
         self._before_trying.restore()
         self._before_trying.forget_attributes()
-        if not self.peers.is_part:
-            for name, weight in weights.items():
-                check_weight(name, weight)
-        return weights
-
-    def _weight(
-        self, given: PartResult, window: Window, totals: Mapping[Slot, float] | None
-    ) -> tuple[float | Tensor | None, float]:
-        """Return what the window's loss is divided by, None if nothing is to be corrected; and what stood for it."""
-        weights, is_part = self._step.objective.weights, self.peers.is_part
-        if not given.weights:
-            total = weights.part_weight(window) if is_part and totals is None else None
-            return total, float(window.samples) if total is None else total
-        # Those of several losses are proportional to each other.
-        name, found = next(iter(given.weights.items()))
-        return weights.total(name, found, may_be_nothing=is_part), weights.provisional_total(name)
+        return weights.totals()
 
     # --- windows in which the noise of gradients is measured ----------------------------------------------------------
 
@@ -250,35 +259,11 @@ class CarefulPath:
     def _squared_norm(self) -> Tensor:
         return squared_norm((parameter.grad for parameter in self._step.parameters), self._step.memory.device)
 
-    def _spread(
-        self,
-        first: Tensor | None,
-        window: Window,
-        sizes: Sequence[int],
-        factors: Sequence[Factors],
-        given: PartResult,
-    ) -> Spread | None:
-        """Return how far the first micro-batch's gradient is from the window's, if measured; waits for the device."""
-        if first is None:
-            return None
-        weights, total = self._weights(sizes, window.samples, factors, given)
-        if not total or not sum(weights):
+    def _spread(self, first: Tensor, weights: WindowWeights, samples: int) -> Spread | None:
+        """Return how far the first micro-batch's gradient is from the window's; waits for the device."""
+        of_each, total = weights.of_gradient()
+        if not total or not sum(of_each):
             return None
         unit = total * self._step.loss_scale()
         part, whole = (number / unit**2 for number in torch.stack([first, self._squared_norm()]).tolist())
-        return spread_of(part, whole, weights[0] / sum(weights), window.samples)
-
-    def _weights(
-        self, sizes: Sequence[int], samples: int, factors: Sequence[Factors], given: PartResult
-    ) -> tuple[Sequence[float], float]:
-        """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean."""
-        known = self._step.objective.weights
-        if known.weighting is Weighting.SUM:
-            return sizes, float(samples)
-        if given.weights:
-            name, found = next(iter(given.weights.items()))
-            weights = [float(weight) for weight in found]
-            return weights, sum(weights) / known.provisional_total(name)
-        # Losses of which each runs over something else have no common weight: that of the samples stands for it.
-        own = [one.usual for one in factors]
-        return own, sum(own)
+        return spread_of(part, whole, of_each[0] / sum(of_each), samples)

@@ -20,10 +20,10 @@ from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.window_loss import WindowLoss
-from autoaccum._loss.loss_forms import Weighting
-from autoaccum._loss.loss_weights import NotCheckedError
+from autoaccum._loss.evaluated import is_read, sum_and_weight
+from autoaccum._loss.knowledge import RecheckWindow
+from autoaccum._loss.loss_values import in_full, is_pair
 from autoaccum._loss.modes import evaluation_mode
-from autoaccum._loss.terms import Form, in_full, is_pair
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.peers import Talk
     from autoaccum._engine.savepoint import Savepoint
-    from autoaccum._loss.terms import Term
+    from autoaccum._loss.loss_values import LossValue
 
 _NO_SAMPLES = (
     "the validation loader gave no samples (val_loader=), so there is nothing to evaluate; make it a "
@@ -49,8 +49,6 @@ _TRIED = 32
 _TRIES = 2
 # Attempts at finding out what losses run over, each with half as many samples.
 _TRIES_TO_WEIGH = 4
-# Weightings by what the graph of a loss says.
-_READ = (Weighting.DIVISOR, Weighting.OWN_DIVISORS)
 _LOSS, _REPORTED, _METRIC = "loss", "reported", "metric"
 
 
@@ -107,6 +105,7 @@ class Evaluator:
         self._callables = {name: metric for name, metric in named.items() if not keeps_count(metric)}
         self._counting = [CountingMetric(*item, device, ranks) for item in named.items() if keeps_count(item[1])]
         self._has_metrics = bool(named)
+        self._may_check = False  # whether losses can be checked where it is not known how they weigh samples
         self._savepoint = step.savepoint()
         self._parts = PartsThatFit(
             step.memory,
@@ -166,6 +165,7 @@ class Evaluator:
             DoesNotFitError: Memory ran out in a metric that keeps its own count.
         """
         split, self.has_loss = self._step.objective.split, None
+        self._may_check = False
         try:
             with self._evaluating(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warnings about too few samples are irrelevant here
@@ -237,21 +237,20 @@ class Evaluator:
 
     def _checked_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; once more, if a loss in it is not what a check has found earlier."""
-        is_checked = self._whole is None and self._step.passes is None
+        # Not a loss over whole windows, nor one of a model that communicates in its passes.
+        self._may_check = is_checked = self._whole is None and self._step.passes is None
         if is_checked and size < window.samples:
             check_losses(self._step, window.part(start, start + size), self._savepoint.like_it())
         try:
             return self._one_part(window, start, size)
-        except NotCheckedError as error:
+        except RecheckWindow as error:
             if not is_checked:
                 raise error.error from None
-            is_known = error.is_known
-        if not is_known:
-            self._step.objective.weights.is_checked = False
-            check_losses(self._step, window.part(start, start + size), self._savepoint.like_it())
+        self._step.objective.knowledge.is_checked = self._may_check = False
+        check_losses(self._step, window.part(start, start + size), self._savepoint.like_it())
         try:
             return self._one_part(window, start, size)
-        except NotCheckedError as error:
+        except RecheckWindow as error:
             raise error.error from None
 
     def _one_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
@@ -267,9 +266,9 @@ class Evaluator:
         kept: Any = None
         with nullcontext() if step.passes is None else step.passes.evaluation_pass(size):
             if self._whole is None:
-                terms, outputs = self._passes(batch, size)
-                self._note_loss(any(terms))
-                for of_pass in terms:
+                losses, outputs = self._passes(batch, size)
+                self._note_loss(any(losses))
+                for of_pass in losses:
                     self._add(of_pass, part, sums)
             else:
                 outputs, self.has_loss = self._whole.outputs(batch, size), True
@@ -279,55 +278,51 @@ class Evaluator:
             sums.add(_METRIC, name, mean_of(name, metric(outputs, targets), size) * size, size)
         return sums, outputs, targets, kept
 
-    def _passes(self, batch: Any, size: int) -> tuple[list[list[Term]], Any]:
-        """Run a micro-batch's forward passes; return the terms of each, and the outputs if metrics need them."""
+    def _passes(self, batch: Any, size: int) -> tuple[list[list[LossValue]], Any]:
+        """Run a micro-batch's forward passes; return the losses of each, and the outputs if metrics need them."""
         objective = self._step.objective
-        terms: list[list[Term]] = []
+        losses: list[list[LossValue]] = []
         outputs: Any = None
         with self._step.precision.autocast():
-            if objective.weights.weighting in _READ and objective.takes_outputs:
+            if objective.takes_outputs and is_read(objective.knowledge):
                 # The graph of the loss alone says what it is divided by.
                 outputs = objective.outputs(batch)
                 with torch.enable_grad():
-                    return [objective.terms_of(map_tensors(as_leaf, outputs), batch, size)], outputs
+                    return [objective.values_of(map_tensors(as_leaf, outputs), batch, size)], outputs
             for source in objective.sources:
-                found, outputs = objective.terms(source, batch, size)
-                terms.append(found)
+                found, outputs = objective.values(source, batch, size)
+                losses.append(found)
             if (self._callables or self._counting) and outputs is None:
                 outputs = objective.outputs(batch)
-        return terms, outputs
+        return losses, outputs
 
     def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any]) -> _Sums:
         sums = _Sums()
-        joined, reads = whole.join(parts), self._step.objective.weights.weighting in _READ
+        joined, reads = whole.join(parts), is_read(self._step.objective.knowledge)
         with torch.set_grad_enabled(reads):  # the graph of the loss alone says what it is divided by
             joined = map_tensors(as_leaf, joined) if reads else joined
-            terms = whole.terms(joined, whole.batch(window), window.samples)
-        self._add(terms, window, sums)
+            losses = whole.values(joined, whole.batch(window), window.samples)
+        self._add(losses, window, sums)
         return sums
 
-    def _add(self, terms: Sequence[Term], part: Window, sums: _Sums) -> None:
+    def _add(self, values: Sequence[LossValue], part: Window, sums: _Sums) -> None:
         """Add the losses and reported values of one forward pass."""
-        samples = float(part.samples)
-        losses = [term for term in terms if not term.is_reported]
-        shares = [self._share(term, part) for term in losses]
-        for term, share in zip(losses, shares, strict=True):
-            sums.add(_LOSS, term.name, _times(term.value, share[0]), share[1])
-        is_sum = self._step.objective.weights.weighting is Weighting.SUM
+        knowledge, samples = self._step.objective.knowledge, float(part.samples)
+        shares = []
+        for loss in values:
+            if not loss.is_reported:
+                is_known = self._may_check or loss.weight is not None or loss.name in knowledge.summands
+                shares.append(
+                    sum_and_weight(knowledge, loss, part, may_check=self._may_check) if is_known else (samples, samples)
+                )
+                sums.add(_LOSS, loss.name, _times(loss.value, shares[-1][0]), shares[-1][1])
         # A number reported beside a loss is weighted as that.
-        usual = ((shares[0][1] if len(losses) == 1 and not is_sum else 1.0 if is_sum else samples), samples)
-        usual = (usual[0], shares[0][1]) if len(losses) == 1 else usual
-        for term in terms:
-            if term.is_reported:
-                own: dict[Any, Any] = {Form.PAIR: (1.0, term.weight), Form.VECTOR: (samples, samples)}
-                factor, weight = own.get(term.over, usual)
-                sums.add(_REPORTED, term.name, _times(term.value, factor), weight)
-
-    def _share(self, term: Term, part: Window) -> tuple[Any, Any]:
-        """Return what a loss of some samples is multiplied by for its sum, and the weight of that."""
-        if term.over is Form.PAIR:
-            return 1.0, term.weight
-        return self._step.objective.weights.multiplier_and_weight(term.name, part, term.value)
+        is_sum = bool(knowledge.summands) and not any(known.is_weighed for _, known in knowledge.items())
+        usual = shares[0] if len(shares) == 1 else (1.0 if is_sum else samples, samples)
+        for one in values:
+            if one.is_reported:
+                factor, weight = usual if one.weight is None else sum_and_weight(knowledge, one, part)
+                sums.add(_REPORTED, one.name, _times(one.value, factor), weight)
 
 
 def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
@@ -338,23 +333,22 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
         InvalidInputError: A loss cannot be put together from micro-batches.
     """
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
-    objective.weights.is_checked &= not objective.weights.is_ambiguous(window)
     is_alone = window.samples == 1  # a check sees the divisor alone
-    if objective.weights.knows_all or not objective.needs_check(window, halves, is_part=is_alone, is_due=False):
+    if objective.knowledge.is_stated or not objective.needs_check(window, halves, is_part=is_alone, is_due=False):
         return
     said = ""
     for _ in range(_TRIES_TO_WEIGH):
         try:
             with torch.inference_mode(False):
                 step.check_losses(window, mark)
-                objective.weights.warn_if_unchecked(is_said=not is_alone)
+                objective.knowledge.warn_if_unchecked(is_said=not is_alone)
         except Exception as error:
             event = resolvable_oom(error, Phase.WEIGH, None, step.witness)
             if event is None:
                 raise
         else:
             # A loss of torch is known by now; the model is tried when it trains.
-            objective.weights.is_checked &= not objective.weights.is_trusted
+            objective.knowledge.is_checked &= not objective.knowledge.is_torch_loss
             return
         said = event.message
         step.memory.release()

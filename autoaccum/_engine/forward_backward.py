@@ -22,9 +22,9 @@ from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
 from autoaccum._loss.graph_reader import leaves_of
-from autoaccum._loss.loss_check import MOST_SAMPLES
-from autoaccum._loss.loss_weights import NotCheckedError
+from autoaccum._loss.knowledge import RecheckWindow
 from autoaccum._loss.objective import no_gradient
+from autoaccum._loss.sample_check import MOST_SAMPLES
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from autoaccum._engine.out_of_memory import Witness
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.window_checks import GradientChecks
-    from autoaccum._loss.loss_weights import Factors
+    from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.objective import Objective, Source
-    from autoaccum._loss.terms import Term
+    from autoaccum._loss.window_weights import Alone, WindowWeights
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 
@@ -141,20 +141,31 @@ class GradientStep:
         # By identity: comparing a tensor with None takes half a millisecond.
         return any(map(is_not, map(_GRADIENT, self.parameters), repeat(None)))
 
-    def accumulate(self, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
+    def accumulate(
+        self, batch: Any, samples: int, weights: Alone | WindowWeights, into: PartResult, *, start: int = 0
+    ) -> None:
         """Run one micro-batch, on the device, forward and backward, adding to the gradients and to `into`.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
+
+        Args:
+            batch: The micro-batch.
+            samples: Its samples.
+            weights: Weighs its losses within those of the window.
+            into: Results of the window.
+            start: The first of its samples in the window.
         """
+        weights.enter(start, samples, batch)
         with nullcontext() if self.passes is None else self.passes.training_pass(samples):
             for source in self.objective.sources:
-                self._run(source, batch, samples, factors, into)
+                self._run(source, batch, samples, weights, into)
+        weights.leave()
 
-    def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
+    def _run(self, source: Source, batch: Any, samples: int, weights: Alone | WindowWeights, into: PartResult) -> None:
         """Run one forward pass and the backward pass of its result."""
         self.stage.phase = Phase.FORWARD
         with self.precision.autocast():
-            terms, outputs = self.objective.terms(source, batch, samples)
+            losses, outputs = self.objective.values(source, batch, samples)
         if self.keeps_outputs:
             if outputs is None:
                 raise InvalidInputError(
@@ -165,25 +176,25 @@ class GradientStep:
         del outputs  # a loss seldom needs them for its gradient
         weighted: list[Tensor] = []
         has_reported = False
-        for term in terms:
-            if term.is_reported:
+        for loss in losses:
+            if loss.is_reported:
                 has_reported = True
                 continue
-            value = self._weighted(term, samples, factors, into)
+            value = self._weighed(loss, weights, into)
             if value is not None:
                 # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
-                seen = value.detach().clone() if value is term.value and not factors.alone else value.detach()
-                if term.has_nothing:
+                seen = value.detach().clone() if value is loss.value and samples < into.samples else value.detach()
+                if loss.may_be_nan:
                     seen = seen.nan_to_num()
-                into.losses.setdefault(term.name, LossSum([])).add(seen)
+                into.losses.setdefault(loss.name, LossSum([])).add(seen)
                 weighted.append(value)
         if has_reported and into.doubt is None:
-            reported.note(terms, samples, factors, self.objective.weights, into.reported)
+            reported.note(losses, samples, weights, into.reported)
         if not weighted:
             return
         total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
         if not total.requires_grad:
-            raise no_gradient(term.name for term in terms if not term.is_reported)
+            raise no_gradient(loss.name for loss in losses if not loss.is_reported)
         self.backward(total)
 
     def backward(self, total: Tensor) -> None:
@@ -195,27 +206,22 @@ class GradientStep:
         if self.watch is not None:
             self.watch.end()
 
-    def _weighted(self, term: Term, samples: int, factors: Factors, into: PartResult) -> Tensor | None:
-        """Return what a term adds to the window's loss; None if nothing in it counts."""
+    def _weighed(self, loss: LossValue, weights: Alone | WindowWeights, into: PartResult) -> Tensor | None:
+        """Return what a loss adds to the window's; None if nothing in it counts."""
         try:
-            value = self.objective.weights.weigh(term, samples, factors)
-        except (NotCheckedError, InvalidInputError) as error:
+            value = weights.weigh(loss)
+        except (RecheckWindow, InvalidInputError) as error:
             if self.passes is None:
                 raise
-            if into.doubt is None or into.doubt.is_known:
+            if into.doubt is None:
                 error = error.with_traceback(None)  # which would keep the graph
-                into.doubt = error if isinstance(error, NotCheckedError) else NotCheckedError(error)
-            return term.value.nan_to_num() * 0.0
-        if term.weight is not None:
-            if factors.alone:
-                check_weight(term.name, term.weight)
-            elif term.name not in factors.pairs:
-                into.weights.setdefault(term.name, []).append(term.weight)
+                into.doubt = error if isinstance(error, RecheckWindow) else RecheckWindow(error)
+            return loss.value.nan_to_num() * 0.0
         if value is None:
             if self.passes is not None:  # others wait for the backward pass
-                return term.value.nan_to_num() * 0.0
-            into.losses.setdefault(term.name, LossSum([])).add(term.value.new_zeros(()))
-            into.reached += leaves_of(term.value)
+                return loss.value.nan_to_num() * 0.0
+            into.losses.setdefault(loss.name, LossSum([])).add(loss.value.new_zeros(()))
+            into.reached += leaves_of(loss.value)
         return value
 
 
@@ -251,15 +257,6 @@ class TrainingStep(GradientStep):
         """Step with another optimizer from now on."""
         self.optimizer_steps.use(optimizer)
         self.optimizer = optimizer
-
-
-def check_weight(name: str, weight: float | Tensor) -> None:
-    """Reject a window's (sum, weight) pair if its weight is 0 and this can be seen without waiting for the device."""
-    if (not isinstance(weight, Tensor) or weight.device.type == "cpu") and float(weight) == 0.0:
-        raise InvalidInputError(
-            f"the (sum, weight) pairs {name!r} of this window have weight 0 together, so their mean does not exist; "
-            "leave such samples out"
-        )
 
 
 def drop_old_gradients(step: GradientStep, notices: Notices) -> None:

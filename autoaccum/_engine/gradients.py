@@ -15,14 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._engine.noise_scale import Spread
-    from autoaccum._loss.loss_weights import NotCheckedError
+    from autoaccum._loss.knowledge import RecheckWindow
     from autoaccum._loss.reported import Slot
+    from autoaccum._loss.window_weights import WindowWeights
 
     Losses = Mapping[str, "LossSum"]
-
-
-# A relative difference that is rounding of double precision.
-_ROUNDING = 1e-14
 
 
 class LossSum:
@@ -66,9 +63,7 @@ class PartResult:
     Attributes:
         samples: Samples of the window or part.
         losses: The losses by name, as what each micro-batch adds to them.
-        weights: By name, what each micro-batch's loss is divided by, where that is known only after a forward pass.
-        weight: What the loss is divided by; None if nothing is left to correct.
-        provisional: What gradients and losses have been divided by instead.
+        weights: The weights of the micro-batches; None if nothing is left to correct.
         reported: Sums and weights of values reported in addition to the losses, as recorded by `reported.note`.
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
@@ -79,14 +74,12 @@ class PartResult:
 
     samples: int = 0
     losses: dict[str, LossSum] = field(default_factory=dict)
-    weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
-    weight: float | Tensor | None = None
-    provisional: float = 1.0
+    weights: WindowWeights | None = None
     reported: dict[Slot, list[Any]] = field(default_factory=dict)
     spread: Spread | None = None
     outputs: list[Any] = field(default_factory=list)
     reached: list[Tensor] = field(default_factory=list)
-    doubt: NotCheckedError | None = None
+    doubt: RecheckWindow | None = None
 
     def give_zeros(self) -> None:
         """Give zeros to `reached` without a gradient: optimizers leave out parameters that have none."""
@@ -100,22 +93,6 @@ class PartResult:
         """The losses and reported values, as `reported.means` expects them."""
         losses = {(LOSS, name): loss.total() for name, loss in self.losses.items()}
         return losses | {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in self.reported.items()}
-
-    @property
-    def correction(self) -> float | Tensor:
-        """The factor for gradients and losses if these samples are the whole window."""
-        if self.weight is None:
-            return 1.0
-        if isinstance(self.weight, float) and abs(self.weight - self.provisional) <= _ROUNDING * self.provisional:
-            return 1.0
-        return self.provisional / self.weight
-
-    def corrected(self) -> Losses:
-        """Return the losses if these samples are the whole window."""
-        factor = self.correction
-        if isinstance(factor, float) and factor == 1.0:
-            return self.losses
-        return {name: LossSum([loss.total() * factor]) for name, loss in self.losses.items()}
 
 
 @dataclass(slots=True)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from autoaccum._engine.gradients import WindowResult
+from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._loss.reported import means
+from autoaccum._loss.settling import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Losses, PartResult, Progress
-    from autoaccum._loss.loss_weights import Slot
+    from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
 
@@ -33,7 +34,7 @@ class Work(Protocol):
 
     at: Progress
 
-    def start_over(self, totals: Mapping[Slot, float] | None = None) -> None:
+    def start_over(self, totals: Totals | None = None) -> None:
         """Restore everything to its state before the window."""
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
@@ -58,8 +59,6 @@ class Peers:
     is_decided: bool = False
     # Samples of several processes on which losses are tried before this window; None for those of this one.
     samples_to_try: Window | None = None
-    # Factor for all losses whose weights are known beforehand, to compensate for a reduction that divides gradients.
-    multiplier: float = 1.0
 
     def __init__(self, step: GradientStep) -> None:
         self._step = step
@@ -68,13 +67,17 @@ class Peers:
     def check_parameters(self) -> None:
         """Raise InvalidInputError if there are new parameters that other processes do not know."""
 
-    def begin(self, window: Window, sizing: Sizing) -> Mapping[Slot, float] | None:  # noqa: ARG002
+    def begin(self, window: Window, sizing: Sizing) -> Totals | None:  # noqa: ARG002
         """Begin this part of a window; return the weights of all of it if they have to be known beforehand."""
         return None
 
-    def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the weights of (sum, weight) pairs in the whole window, given those in this part."""
-        return weights
+    def runs_forward_first(self) -> bool:
+        """Whether the window runs forward first, since the weights of its summands cannot be predicted."""
+        return self._step.objective.knowledge.runs_forward_first
+
+    def totals_of(self, weights: Mapping[SummandKey, float], samples: int) -> Totals:
+        """Return the weights of the whole window, given those of this part."""
+        return Totals(weights, samples, is_exact=True)
 
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
@@ -87,8 +90,10 @@ class Peers:
             about what a loss runs over.
         """
         # The gradient already is that of the whole window.
-        factor = 1.0 if given.weight is None else given.correction
-        losses = given.losses if given.weight is None else given.corrected()
+        factor = 1.0 if given.weights is None else given.weights.correction()
+        losses: Losses = given.losses
+        if not isinstance(factor, float) or factor != 1.0:
+            losses = {name: LossSum([loss.total() * factor]) for name, loss in losses.items()}
         before_step(losses, given.samples)
         norm = None
         if self._optimizer_steps is not None:

@@ -22,7 +22,7 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.savings import Savings
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._loss.loss_weights import Factors
+from autoaccum._loss.window_weights import Alone
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum._records import ProbeResult, Trial
@@ -315,7 +315,7 @@ class Trials:
         # A copy, as a transfer makes: a model that modifies its input must not modify the user's batch.
         batch = copied(repeated(self._batch, size, self._step.objective.split))
         with closing(self._step.transfer.send([batch, batch])) as feed:
-            self._step.accumulate(next(feed), size, Factors(alone=True), PartResult())
+            self._step.accumulate(next(feed), size, Alone(self._step.objective.knowledge), PartResult(size))
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from autoaccum._engine.step_limit import StepLimit, drawn
 from autoaccum._engine.window import Engine
 from autoaccum._engine.window_checks import no_gradient
 from autoaccum._loss.closures import used_by
-from autoaccum._loss.terms import not_finite
+from autoaccum._loss.loss_values import not_finite
 from autoaccum._records import DeviceScalar, Plan, StepReport
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions

@@ -22,8 +22,9 @@ from autoaccum._data.pieces import flat_like
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss.graph_reader import leaves_of
-from autoaccum._loss.loss_forms import Weighting
-from autoaccum._loss.terms import everything_counts
+from autoaccum._loss.loss_values import LossValue
+from autoaccum._loss.torch_losses import everything_counts
+from autoaccum._loss.window_weights import WindowWeights, refuse_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -61,10 +62,9 @@ class _Known:
     structure: Hashable
     windows: int = 0  # how many there have been
     epoch: int = 0  # that of the steady path when this was learned
-    # Their loss: its name, None if the steady path cannot compute it; how it weighs samples; whether it is known how
-    # micro-batches are put together.
+    # Their loss: its name, None if the steady path cannot compute it; and whether it is known how micro-batches are put
+    # together.
     name: str | None = None
-    weighting: Weighting = Weighting.SAMPLES
     may_cut: bool = False
     # The tensors of the last window, by type, shape and device, None if it was not a batch of them; and whether that
     # batch can be taken apart where it is.
@@ -121,9 +121,9 @@ class SteadyPath:
     def learn(self, window: Window, given: PartResult) -> None:
         """Note that a careful window is complete, and whether those that are like it may take this path."""
         objective = self._objective
-        weights = objective.weights
+        knowledge = objective.knowledge
         is_plain = objective.gave_number and len(given.losses) == 1 and not given.reported
-        may = is_plain and self._step.passes is None and not self._step.keeps_outputs and weights.are_read
+        may = is_plain and self._step.passes is None and not self._step.keeps_outputs and knowledge.are_predicted
         known = self._now
         known.name = known.kinds = None
         known.epoch = self._epoch
@@ -133,7 +133,7 @@ class SteadyPath:
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
             known.name = next(iter(given.losses))
-            known.weighting, known.may_cut = weights.weighting, weights.is_checked or weights.needs_no_check
+            known.may_cut = knowledge.is_checked or knowledge.needs_no_check
             batch = window.plain_batch()
             tensors = batch.values() if type(batch) is dict else batch
             if batch is not None and all(type(tensor) is Tensor for tensor in tensors):
@@ -198,6 +198,7 @@ class SteadyPath:
 
         Raises:
             NotSteadyError: The loss is no number with a gradient.
+            NotSettled: What it is divided by is not what the batch counts.
         """
         step, sizing, stage = self._step, self._sizing, self._step.stage
         objective, scale, context = self._objective, step.scale, step.precision.autocast()
@@ -206,7 +207,7 @@ class SteadyPath:
         kinds = window.kinds
         is_flat = kinds is not None and kinds[1] is None  # a tuple or a list of tensors
         is_pair = is_flat and objective.takes_pairs and len(kinds) == _KINDS_OF_PAIR
-        known, weights, samples = self._now, objective.weights, window.samples
+        known, knowledge, samples = self._now, objective.knowledge, window.samples
         plain = window.plain_batch() if window.kinds is not None else None
         name = known.name
         assert name is not None
@@ -215,20 +216,15 @@ class SteadyPath:
         is_whole = len(sizes) == 1 and not self._is_part
         if not is_whole and not known.may_cut:
             raise NotSteadyError
-        weighting, provisional, all_count = known.weighting, float(samples), False
-        if weighting is Weighting.DIVISOR and is_flat and not self._is_part:
-            all_count = everything_counts(loss_of, plain)
-            weighting = Weighting.SAMPLES if all_count else weighting
-        divides = weighting is Weighting.DIVISOR and not is_whole
-        if divides:
-            weights.set_provisional(window)
-            provisional = weights.provisional_total(name)
-        looks = weights.are_weighed_unread and not is_whole
-        weights.begin_window()
+        all_count = is_flat and not self._is_part and everything_counts(loss_of, plain)
+        knowledge.begin_window()
+        # Where everything counts, micro-batches count by their samples.
+        by_samples = all_count and knowledge.is_torch_loss and not knowledge.has_sum
+        weights = None if is_whole or by_samples else WindowWeights(knowledge, window, is_quick=True)
         losses: list[Tensor] = []
-        found: list[float | Tensor] = []
         reached: list[Tensor] = []
-        share: float | Tensor = 1.0
+        loss: Tensor | None
+        may_be_nan = False
         stage.phase = Phase.TRANSFER
         if plain is None or not known.is_split or step.transfer.copies:
             batches: Any = step.transfer.feed(window, sizes)
@@ -247,19 +243,17 @@ class SteadyPath:
                     value = loss_of(model(batch[0]), batch[1]) if is_pair else run(batch)
                 if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
                     raise NotSteadyError
-                if divides:
-                    weights.start = at.done
-                    weight = weights.weight_of(name, value, size)
-                    found.append(weight)
-                    share = weight / provisional
-                elif not is_whole:
-                    if looks:
-                        weights.compare_with_check(name, value)
-                    share = size / samples if weighting is Weighting.SAMPLES else 1.0
-                elif not all_count:
-                    weights.refuse_nothing(name, value)
-                if isinstance(share, Tensor) or share:
-                    loss = value if isinstance(share, float) and share == 1.0 else value * share
+                if weights is not None:
+                    weights.enter(at.done, size, batch)
+                    loss = weights.weigh(own := LossValue(name, value))
+                    may_be_nan |= own.may_be_nan
+                elif is_whole:
+                    loss = value
+                    if not all_count:
+                        refuse_nothing(knowledge, LossValue(name, value))
+                else:
+                    loss = value * (size / samples)
+                if loss is not None:
                     # Without a factor, it may be a buffer that the next micro-batch overwrites.
                     losses.append(loss.detach() if loss is not value or is_whole else loss.detach().clone())
                     stage.phase = Phase.BACKWARD
@@ -272,11 +266,10 @@ class SteadyPath:
                 at.done += size
                 stage.phase = Phase.TRANSFER
         at.size = None
-        if divides:
-            total: Any = weights.total(name, found, may_be_nothing=self._is_part)
-        else:
-            total = weights.part_weight(window) if self._is_part else None
-        return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional, reached=reached)
+        if weights is not None:
+            weights.compare()
+            losses = [loss.nan_to_num() for loss in losses] if may_be_nan else losses
+        return PartResult(samples, {name: LossSum(losses)}, weights=weights, reached=reached)
 
 
 def _kinds(batch: Any) -> list[Any]:

@@ -36,7 +36,8 @@ from autoaccum._engine.window_checks import (
     warn_of_hooks,
     warn_of_moving_state,
 )
-from autoaccum._loss.loss_weights import NotCheckedError
+from autoaccum._loss.knowledge import RecheckWindow
+from autoaccum._loss.settling import NotSettled, Totals
 from autoaccum._oom import is_device_lost
 from autoaccum._records import DeviceScalar
 from autoaccum._sizing.headroom import Headroom
@@ -45,14 +46,13 @@ from autoaccum._system import signals
 from autoaccum.errors import AutoaccumError, DoesNotFitError, StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import WindowResult
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import Peers
-    from autoaccum._loss.loss_weights import Slot
     from autoaccum._records import MemoryEvent, Plan
     from autoaccum._sizing.events import Events
     from autoaccum._sizing.frontier import Widths
@@ -216,7 +216,7 @@ class Engine:
         try:
             self._peers.begin_attempt()
             return finish(self._gradient())
-        except (NotSteadyError, NotCheckedError) as error:
+        except (NotSteadyError, RecheckWindow, NotSettled) as error:
             self._take_careful_path(error)
         except Exception as error:
             if is_final():
@@ -258,7 +258,7 @@ class Engine:
                 )
             if checks is not None and not self._takes_whole:
                 checks.check()
-            step.objective.weights.warn_if_unchecked()
+            step.objective.knowledge.warn_if_unchecked()
         finally:
             step.watch = None
         if is_due:
@@ -276,7 +276,7 @@ class Engine:
             self._norms.put_back()
         if self._window.versions() != self._versions_of_data:
             self._step.transfer.copy_always()
-        self._given = self._step.objective.weights.window = None
+        self._given = None
         del self._window, self._on_change
 
     def complete(self, elapsed_s: float) -> None:
@@ -298,12 +298,14 @@ class Engine:
 
     # --- an attempt failed: restore, and begin again ------------------------------------------------------------------
 
-    def _take_careful_path(self, error: NotSteadyError | NotCheckedError) -> None:
+    def _take_careful_path(self, error: NotSteadyError | RecheckWindow | NotSettled) -> None:
         """Restore the window, whose loss is not as careful windows have seen it, and run it on the careful path."""
-        if isinstance(error, NotCheckedError) and not error.is_known:
+        if isinstance(error, RecheckWindow):
             if self._is_checked_again:
                 raise error.error from None
-            self._is_checked_again, self._step.objective.weights.is_checked = True, False
+            self._is_checked_again, self._step.objective.knowledge.is_checked = True, False
+        elif isinstance(error, NotSettled) and error.weights is not None:
+            self._totals = Totals(error.weights, self._window.samples, is_exact=True)
         self._restore()
         if self._is_steady:
             self._step.objective.begin_window()
@@ -448,7 +450,7 @@ class Engine:
 
     # --- what ranks do with a window ----------------------------------------------------------------------------------
 
-    def start_over(self, totals: Mapping[Slot, float] | None = None) -> None:
+    def start_over(self, totals: Totals | None = None) -> None:
         """Restore the state before the window, since its parts do not fit together.
 
         Args:
@@ -477,7 +479,7 @@ class Engine:
 
     def reported(self, reduced: WindowResult) -> dict[str, Any]:
         """Return what the report on a window that is complete says of it, by the names of its fields."""
-        said, room, sizing = self._step.objective.weights.warnings, self._room, self.sizing
+        said, room, sizing = self._step.objective.knowledge.warnings, self._room, self.sizing
         new, self._warnings_reported = said[self._warnings_reported :], len(said)
         return {
             "samples": reduced.samples,

@@ -24,15 +24,14 @@ from autoaccum._data.batches import Window, repeated
 from autoaccum._data.nesting import as_leaf, copied, map_tensors, without_graphs
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
-from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss import reported
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.graph_reader import nodes_of
-from autoaccum._loss.loss_weights import Factors
+from autoaccum._loss.loss_values import is_pair
 from autoaccum._loss.objective import no_gradient
-from autoaccum._loss.terms import Form, is_pair
+from autoaccum._loss.window_weights import Alone
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.savepoint import Savepoint
-    from autoaccum._loss.terms import Term
+    from autoaccum._loss.loss_values import LossValue
 
     # Called before each micro-batch, twice in all, with its first sample and its size, and with None as the size before
     # the loss of the whole window.
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 # far below, another dropout mask or other noise goes far beyond.
 _SAME = 1e-2
 _ITEMS = "num_items_in_batch"  # Transformers' name for the number of targets that count in a batch
-# Factors for a loss computed over a whole window.
-_ALL_AT_ONCE = Factors(alone=True)
 
 
 class WindowLoss:
@@ -120,10 +117,10 @@ class WindowLoss:
             return _Items([name for name in parts[0] if all(name in part for part in parts)], item)
         return placed(parts, f"the targets of the window's {len(parts)} batches")
 
-    def terms(self, outputs: Any, batch: Any, samples: int) -> list[Term]:
-        """Return the loss terms of the window's representations; arguments as for `Objective.terms_of`."""
+    def values(self, outputs: Any, batch: Any, samples: int) -> list[LossValue]:
+        """Return the losses of the window's representations; arguments as for `Objective.values_of`."""
         with self._step.precision.autocast():
-            return self._step.objective.terms_of(outputs, batch, samples)
+            return self._step.objective.values_of(outputs, batch, samples)
 
 
 class _Items(Mapping[Any, Any]):
@@ -268,10 +265,11 @@ class WholeWindow:
     def _backward(self, joined: Any, batch: Any, samples: int, outputs: list[Any], *, is_first: bool) -> PartResult:
         """Compute the window's loss, and its gradient with respect to the representations."""
         # Copies, since the loss may modify them in place like a model's outputs.
-        terms = self._loss.terms(map_tensors(Tensor.clone, joined), batch, samples)
-        values = {term.name: _value(term) for term in terms if not term.is_reported}
+        found = self._loss.values(map_tensors(Tensor.clone, joined), batch, samples)
+        alone = Alone(self._step.objective.knowledge)
+        values = {loss.name: alone.weigh(loss) for loss in found if not loss.is_reported}
         noted: dict[reported.Slot, list[Any]] = {}
-        reported.note(terms, samples, _ALL_AT_ONCE, self._step.objective.weights, noted)
+        reported.note(found, samples, alone, noted)
         total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
         if not total.requires_grad:
             raise no_gradient(values)
@@ -353,15 +351,6 @@ def _other_outputs(found: str) -> InvalidInputError:
         "module, writes its own parameters, or keeps state that is no buffer; draw from those, register state as "
         "buffers, and move parameters (a momentum encoder) after the optimizer step"
     )
-
-
-def _value(term: Term) -> Tensor:
-    """Return the window's loss; it covers all samples, so no weighting is needed."""
-    if term.over is not Form.PAIR:
-        return term.value
-    assert term.weight is not None
-    check_weight(term.name, term.weight)
-    return term.value / term.weight
 
 
 def _join(parts: Sequence[Any], samples: Sequence[int], what: str) -> Any:

@@ -40,8 +40,8 @@ from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
 from autoaccum._estimate.tracer import Ledger
-from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import Objective
+from autoaccum._loss.window_weights import Alone
 from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
 
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpu_properties import GPUAnswers
+    from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.objective import Source
-    from autoaccum._loss.terms import Term
 
     Adapt = Callable[[nn.Module], AbstractContextManager[object]]
 
@@ -84,13 +84,13 @@ class FakePrecision(Precision):
 class LooseObjective(Objective):
     """An objective whose losses do not hold the graph, for `_estimate/fake_backward.py`."""
 
-    def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
+    def values(self, source: Source, batch: Any, samples: int) -> tuple[list[LossValue], Any]:
         """Run one source on one micro-batch, like `Objective`."""
-        terms, outputs = super().terms(source, batch, samples)
-        for term in terms:
-            if not term.is_reported:
-                term.value = loosened(term.value)
-        return terms, outputs
+        losses, outputs = super().values(source, batch, samples)
+        for loss in losses:
+            if not loss.is_reported:
+                loss.value = loosened(loss.value)
+        return losses, outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class FakeStep:
         step.stage.phase = Phase.FORWARD
         driver = without_driver(self._job.answers) if self._is_cuda else nullcontext()
         with driver, CudaCalls() if self._is_cuda else nullcontext(), ledger:
-            step.accumulate(batch, size, Factors(alone=True), PartResult())
+            step.accumulate(batch, size, Alone(step.objective.knowledge), PartResult(size))
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
             self._make_optimizer_step()

@@ -1,7 +1,8 @@
-"""Runs the model and the loss on a micro-batch, and weights the result within the loss of its window.
+"""Runs the model and the loss on a micro-batch, and weighs the result within the loss of its window.
 
-What a loss weighs is found in this order: `objective` runs it and makes `terms` of what it returns; `graph_reader`
-reads from the graph what each term is divided by; `loss_check` confirms that once, on a few samples; `loss_forms` keeps
-what is known; `loss_weights` multiplies each micro-batch's loss by its weight. May import `_data`, `_memory`, `_system`
-and the modules in the package's root.
+`objective` runs the loss and makes `loss_values` of what it returns: a list of summands S / w. `graph_reader` reads w
+from the graph; `sample_check` confirms once, on a few samples, that sums and weights add up (`comparison`); `knowledge`
+keeps what is known of each of the `summands`; `window_weights` multiplies each micro-batch's losses by w / P, where P
+predicts the sum of w; `settling` finds what gradients are multiplied by at the end. `evaluated` reads S and w without a
+backward pass. May import `_data`, `_memory`, `_system` and the modules in the package's root.
 """

@@ -6,12 +6,15 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._loss.summands import ADDED, STATED, Known, Reduction, in_words, merged
+from autoaccum._arguments import listed
+from autoaccum._loss.summands import ADDED, STATED, Known, Reduction, Source, in_words, merged
 from autoaccum.errors import InvalidInputError, LossWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from autoaccum._data.batches import Window
+    from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.summands import SummandKey
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 _NAMED = 5
 # After this many inconclusive checks in a row, check only when due.
 _MOST_INCOMPLETE = 4
+# So often evaluations ask for another check.
+_MOST_ASKED = 8
 # After this many windows in a row whose weights were predicted wrong, windows run forward first, to learn them.
 _MOST_FAILURES = 3
 
@@ -28,13 +33,11 @@ class RecheckWindow(Exception):  # noqa: N818 - it is no error of the user's
 
     Args:
         error: For the user, if the check has been made already.
-        is_known: Whether all is known by now, so that no check is needed.
     """
 
-    def __init__(self, error: InvalidInputError, *, is_known: bool = False) -> None:
+    def __init__(self, error: InvalidInputError) -> None:
         super().__init__(str(error))
         self.error = error
-        self.is_known = is_known
 
 
 class LossKnowledge:
@@ -52,6 +55,8 @@ class LossKnowledge:
         is_checked_now: Whether they were checked for the current window, each confirmed or met for the first time.
         is_tried_now: Whether such a check was tried, whatever it confirmed.
         failures: Windows in a row whose weights were predicted wrong.
+        counted: What all ranks count in the window for which losses are tried; None in one process.
+        counts_again: Whether a summand counts once in each micro-batch that neither is a mean nor a sum.
         warnings: Warnings of gradients that may be wrong.
         tried: The values that a check has compared, by name of the loss, to be shown.
     """
@@ -60,11 +65,14 @@ class LossKnowledge:
         self.default = self._asked = default
         self.summands: dict[str, tuple[Known, ...]] = {}
         self.is_torch_loss = self.is_models_own = self.is_checked = self.is_checked_now = self.is_tried_now = False
+        self.counts_again = False
+        self.counted: Mapping[Count, float] | None = None
         self.failures = 0
         self.warnings: list[str] = []
         self.tried: dict[str, str] = {}
         self._moving: set[str] = set()  # state that was warned of
         self._owes_warning = False
+        self._asked_again = 0
         self._incomplete = 0  # checks in a row that have not confirmed every loss
         self._graphs: set[tuple[Any, ...]] = set()  # the forms of graphs in windows that were checked
 
@@ -87,9 +95,47 @@ class LossKnowledge:
         return self.failures >= _MOST_FAILURES or not all(known.hints for known in weighed)
 
     @property
+    def are_predicted(self) -> bool:
+        """Whether windows need nothing but what their micro-batches and their counts say."""
+        return not self.runs_forward_first and all(known.number is None for _, known in self.items())
+
+    @property
+    def states_all(self) -> bool:
+        """Whether every loss states its weight, or the arguments do."""
+        return all(known.source is not Source.GRAPH for _, known in self.items())
+
+    @property
     def has_sum(self) -> bool:
         """Whether some summand is added, and not weighed."""
         return any(not known.is_weighed for _, known in self.items())
+
+    def forget(self, name: str) -> None:
+        """Forget a loss, which is only reported."""
+        self.summands.pop(name, None)
+
+    def refuse_number(self, window: Window, *, is_part: bool) -> None:
+        """Reject a window that is not the batch of which a sum is divided by a number.
+
+        Raises:
+            InvalidInputError: It is not.
+        """
+        number = next((known.number for _, known in self.items() if known.number is not None), None)
+        if number is not None and (is_part or window.carries_numbers()):
+            called = repr(number[-1]) if isinstance(number[-1], str) else f"item {number[-1]}"
+            raise InvalidInputError(
+                f"the loss is a sum divided by {called}, a number of a batch of the loader, and the window is "
+                "no such batch; return a (sum, weight) pair whose weight counts what the micro-batch holds, or, if the "
+                "number is that of the whole window or a scale, pass loss_reduction='sum'"
+            )
+
+    def is_confirmed(self, name: str) -> bool:
+        """Whether a check has compared parts in which something of a loss counts."""
+        return name in self.summands and not any(known.is_guess for known in self.summands[name])
+
+    def asks_again(self) -> bool:
+        """Whether an evaluation asks for another check, which may tell what it weighs by: a few times."""
+        self._asked_again += 1
+        return self._asked_again <= _MOST_ASKED
 
     def items(self) -> list[tuple[SummandKey, Known]]:
         """Return all summands, with what is known of them."""
@@ -109,7 +155,7 @@ class LossKnowledge:
             before = self.summands.get(loss.name)
             if loss.weight is None:
                 self.summands[loss.name] = (self.default,)  # type: ignore[assignment]
-            elif before is None or before[0].source is not STATED.source:
+            elif before is None or before[0].source is not Source.STATED:
                 if loss.is_sum and before is not None:
                     raise InvalidInputError(
                         f"loss {loss.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the "
@@ -156,12 +202,16 @@ class LossKnowledge:
         others = {one.reduction for one in known} - {Reduction.UNCONFIRMED, Reduction.CONSTANT}
         term = f"term {doubtful[0] + 1} of {len(known)} of loss {name!r}" if len(known) > 1 else f"loss {name!r}"
         if not others or (Reduction.MEAN in others and not self.is_models_own):
-            beside = "; or return it by its name, as (term * n, n), which counts by samples" if others else ""
+            last = (
+                "or return it by its name, as (term * n, n), which counts by samples"
+                if others
+                else "or pass loss_reduction='mean' to average micro-batches all the same"
+            )
             raise InvalidInputError(
                 f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch do not add up"
-                f"{self.tried.get(name, '')}. Pass loss_scope='window' (with forward= and loss= in place of a closure) "
-                "if the loss compares samples; normalise before backward() what it normalises; or return a (sum, "
-                f"weight) pair{beside}"
+                f"{self.tried.get(name, '')}. Pass loss_scope='window' to fit, Runner or Accumulator (a loss and a "
+                "forward, in place of a closure) if it compares samples; normalise before backward() what it "
+                f"normalises; return a (sum, weight) pair; {last}"
             )
         counts = "counts once in each micro-batch" if Reduction.SUM in others else "counts by samples"
         self.warn(
@@ -169,6 +219,7 @@ class LossKnowledge:
             "its gradient may differ from the whole batch's"
         )
         if Reduction.SUM in others:
+            self.counts_again = True
             self.summands[name] = tuple(
                 ADDED if one.reduction is Reduction.UNCONFIRMED else one for one in self.summands[name]
             )
@@ -181,8 +232,11 @@ class LossKnowledge:
         self.summands[name] = tuple(known)
 
     def note_graph(self, name: str, form: tuple[Any, ...]) -> bool:
-        """Note the form of a loss's graph in a window that was checked; return whether it is a known one."""
-        if self.is_checked_now:
+        """Note the form of a loss's graph in a window that was checked; return whether it is a known one.
+
+        So is the first in which something counts.
+        """
+        if self.is_checked_now or not any(name == known[0] for known in self._graphs):
             self._graphs.add((name, *form))
         return (name, *form) in self._graphs
 
@@ -245,13 +299,21 @@ class LossKnowledge:
         new = sorted(set(names) - self._moving)
         self._moving |= set(new)
         if new:
-            listed = ", ".join(new[:_NAMED]) + (f" and {len(new) - _NAMED} more" if len(new) > _NAMED else "")
             self.warn(
-                f"forward() moves {listed}: once for each micro-batch, not once an optimizer step, and later "
-                "micro-batches meet other values than the first. For the whole batch's gradient, collect in a buffer "
-                "in forward() what moves them, and move them once an optimizer step, from a callback's on_step "
+                f"forward() moves {listed(new, _NAMED)}: once for each micro-batch, not once an optimizer step, and "
+                "later micro-batches meet other values than the first. For the whole batch's gradient, collect in a "
+                "buffer in forward() what moves them, and move them once an optimizer step, from a callback's on_step "
                 "(docs/losses.md)"
             )
+
+    def warn_of_hidden_state(self) -> None:
+        """Warn of a loss that is another in a second pass over the same samples."""
+        self.warn(
+            "the loss of the same samples differs from pass to pass, though the attributes of modules were put back, "
+            "random generators among them. If it draws from another generator, make that an attribute of the module. "
+            "If it depends on state that is kept elsewhere (an object, a closure, a class, an array), that moves once "
+            "for each micro-batch: keep it in a buffer, and move it once an optimizer step, from a callback's on_step"
+        )
 
     # --- several ranks ------------------------------------------------------------------------------------------------
 

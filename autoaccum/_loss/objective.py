@@ -1,15 +1,15 @@
 """Runs a micro-batch through the model and the loss.
 
-Returns loss terms with their graphs, which the caller back-propagates. `loss_weights` knows how they weigh samples.
+Returns losses with their graphs, which the caller back-propagates. `window_weights` weighs them within their window.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +21,15 @@ from autoaccum._data.nesting import as_leaf, map_tensors
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_check import MOST_SAMPLES, TrialLosses
+from autoaccum._loss.knowledge import LossKnowledge
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.loss_forms import Weighting
-from autoaccum._loss.loss_weights import LossWeights
+from autoaccum._loss.loss_values import LossValue, describe, is_pair, loss_value, reported_value
 from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
 from autoaccum._loss.observation import FOUR_BYTES
-from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
+from autoaccum._loss.sample_check import MOST_SAMPLES, LossCheck
+from autoaccum._loss.summand_weights import OF_SPLIT
+from autoaccum._loss.summands import ADDED, BY_SAMPLES, Known, Reduction
+from autoaccum._loss.torch_losses import ELEMENTWISE, kind_of, of_torch
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ CALLS_USER_CODE = True  # for own_code.raised_here
 
 Loss = Callable[..., Any]
 
-# For recognising (inputs, targets) as `terms.is_pair` does, inlined because it is done for every micro-batch.
+# For recognising (inputs, targets) as `is_pair` does, inlined because it is done for every micro-batch.
 _PAIRS, _PAIR = (tuple, list), 2
 
 
@@ -80,7 +82,7 @@ class Objective:
     Attributes:
         loss: As the argument.
         split: As the argument.
-        weights: What is known of how losses weigh samples.
+        knowledge: What is known of the losses.
         may_lack_loss: Whether a pass may give no loss, as in an evaluation by metrics alone.
         may_repeat_pass: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
         takes_pairs: Whether a pair (inputs, targets) simply becomes loss(model(inputs), targets).
@@ -117,9 +119,11 @@ class Objective:
         self.gave_number = False
         self.samples = 0
         self._chosen_in: bool | None = None  # the mode of the model when a loss was chosen by its outputs
-        self.weights = LossWeights(_stated_by(loss_reduction, split), repr(split))
+        self.knowledge = LossKnowledge(_stated_by(loss_reduction, split))
+        self.knowledge.is_models_own = loss is None
         self._most = MOST_SAMPLES  # samples of the next check
         self._gave_no_loss = False  # a pass of the last check
+        self._own: list[Any] = []  # the model's outputs in a pass of a check
         self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
         is_list = self._losses is loss
         self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
@@ -145,11 +149,11 @@ class Objective:
         losses = [loss.function if isinstance(loss, Closure) else loss for loss in self._losses]
         return [one for one in (*losses, self._forward, self.split) if one is not None]
 
-    def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
+    def values(self, source: Source, batch: Any, samples: int) -> tuple[list[LossValue], Any]:
         """Run one source on one micro-batch.
 
         Returns:
-            The loss terms with their graphs, and the model's outputs (None for a callable that does not return them).
+            The losses with their graphs, and the model's outputs (None for a callable that does not return them).
         """
         self.samples = samples
         raw, outputs = source.run(self, batch)
@@ -160,11 +164,11 @@ class Objective:
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
         self.gave_number = isinstance(value, Tensor) and value.dim() == 0
         if self.gave_number and not value.dtype.is_complex:  # the usual case
-            return [Term(name, value)], outputs
+            return self._noted([LossValue(name, value)]), outputs
         if self.may_repeat_pass and self._entries.needs_graphs(raw, source.total):
             with torch.enable_grad():
                 raw, outputs = source.run(self, batch)
-        return self._terms(raw, samples, source.total), outputs
+        return self._values(raw, samples, source.total), outputs
 
     def number_of(self, batch: Any) -> Any:
         """Run the only source on one micro-batch, and return its only loss as it is."""
@@ -177,8 +181,8 @@ class Objective:
         """Return the model's outputs for a batch, without its loss."""
         return self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
 
-    def terms_of(self, outputs: Any, batch: Any, samples: int) -> list[Term]:
-        """Return the loss terms of existing outputs; not for a list of losses, which compute their own.
+    def values_of(self, outputs: Any, batch: Any, samples: int) -> list[LossValue]:
+        """Return the losses of existing outputs; not for a list of losses, which compute their own.
 
         Args:
             outputs: The model's outputs.
@@ -189,9 +193,9 @@ class Objective:
         if self.may_repeat_pass and self._entries.needs_graphs(raw, TOTAL):
             with torch.enable_grad():
                 raw = self._losses_of(map_tensors(lambda one: as_leaf(one.clone()), outputs), batch)
-        return self._terms(raw, samples, TOTAL)
+        return self._values(raw, samples, TOTAL)
 
-    # --- weights ------------------------------------------------------------------------------------------------------
+    # --- what is known of losses --------------------------------------------------------------------------------------
 
     @property
     def tries_several(self) -> bool:
@@ -207,10 +211,10 @@ class Objective:
             is_part: Whether it is a part.
             is_due: Whether the window is due for all checks.
         """
-        weights = self.weights
-        if weights.needs_no_check or (len(sizes) == 1 and not is_part and not window.carries_numbers()):
+        knowledge = self.knowledge
+        if knowledge.needs_no_check or (len(sizes) == 1 and not is_part and not window.carries_numbers()):
             return False
-        return is_due or not weights.is_checked
+        return is_due or not knowledge.is_checked
 
     def check(
         self,
@@ -237,40 +241,60 @@ class Objective:
             larger: The most to try where nothing counts in those.
         """
         most, self._most, self._gave_no_loss = self._most, self._most // 2, False
-        weights, modules = self.weights, self.modules
+        knowledge, modules = self.knowledge, self.modules
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = self.casts_itself or not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
-        passes = [functools.partial(self.terms, source) for source in self.sources]
+        passes = [functools.partial(self._tried, source) for source in self.sources]
         parameters = [one for one in parameters if one.requires_grad]
         is_in_full = not casts and all(one.itemsize >= FOUR_BYTES for one in parameters)
         # In half precision, PyTorch's own convolutions are far slower.
         kernels = without_onednn() if is_in_full else nullcontext()
-        trial = TrialLosses(passes, weights, place, mark, autocast, casts=casts, parameters=parameters)
+        trial = LossCheck(passes, knowledge, place, mark, autocast, casts=casts, parameters=parameters)
         trial.tells_of_state = any(module.training for module in modules)
         mark.take(with_attributes=True)
         try:
-            with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules):
-                forms = trial.forms(window, min(most, at_most), larger)
-                found = trial.unchecked(window) if forms is None else forms
+            with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._noting_own_loss():
+                checked = trial.run(window, min(most, at_most), larger)
+                found = trial.alone(window) if checked is None else checked
         finally:
             mark.restore()
         self._most = most  # which fit
         if not self._gave_no_loss:
-            weights.learn(found, is_checked=forms is not None, is_complete=trial.is_complete)
+            knowledge.learn(found, is_checked=checked is not None, is_complete=trial.is_complete)
+
+    @contextmanager
+    def _noting_own_loss(self) -> Iterator[None]:
+        """Note whether a closure returns the loss that the model has computed, as model(**batch).loss is."""
+        if not isinstance(self._losses[0], Closure) or isinstance(self.model, torch.jit.ScriptModule):
+            yield
+            return
+        handle = self.model.register_forward_hook(lambda _module, _inputs, outputs: self._own.append(outputs))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _tried(self, source: Source, batch: Any, samples: int) -> tuple[list[LossValue], Any]:
+        """Run one source in a check, as `values` does."""
+        found = self.values(source, batch, samples)
+        own = [getattr(outputs, TOTAL, None) for outputs in self._own]
+        self._own.clear()
+        self.knowledge.is_models_own |= any(loss.value is one for loss in found[0] for one in own)
+        return found
 
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
-        self._most, self.weights.is_checked = MOST_SAMPLES, False
+        self._most, self.knowledge.is_checked = MOST_SAMPLES, False
 
     def begin_window(self) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next."""
         self._read_settings()
-        self.weights.begin_window()
+        self.knowledge.begin_window()
 
     def settings(self) -> tuple[Any, ...]:
         """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
         reduction = None if self._kind is None else getattr(self.loss, "reduction", "mean")
-        return reduction, list(self.weights.forms.values()), self.weights.have_diverged
+        return reduction, [(name, [one.kind for one in known]) for name, known in self.knowledge.summands.items()]
 
     def _read_settings(self) -> None:
         """Read the settings of a loss of torch."""
@@ -278,13 +302,13 @@ class Objective:
         if reduction == self._settings:
             return
         self._settings = reduction
-        form, asked = of_torch(self.loss), self._loss_reduction
-        if form is not None and asked is not None and (asked == "sum") != (form.form is Form.SUM):
+        known, asked = of_torch(self.loss), self._loss_reduction
+        if known is not None and asked is not None and (asked == "sum") != (known.reduction is Reduction.SUM):
             raise InvalidInputError(
                 f"loss_reduction={asked!r} contradicts the loss, a {self._kind.__name__} with "
                 f"reduction={reduction!r}; leave loss_reduction out"
             )
-        self.weights.trust(TOTAL, form)
+        self.knowledge.state(TOTAL, known)
 
     # --- calling the model and the loss -------------------------------------------------------------------------------
 
@@ -324,27 +348,31 @@ class Objective:
         # Asking whether a tensor is a Mapping is slow.
         return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
 
-    def _terms(self, raw: Mapping[str, Any], samples: int, total: str) -> list[Term]:
-        summed = self.weights.stated is Weighting.SUM
+    def _noted(self, losses: list[LossValue]) -> list[LossValue]:
+        self.knowledge.note(losses)
+        return losses
+
+    def _values(self, raw: Mapping[str, Any], samples: int, total: str) -> list[LossValue]:
+        summed = self.knowledge.default is ADDED
         added = self._entries.added(raw, total)
-        terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
-        self.weights.note(terms)
+        losses = [loss_value(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
+        self.knowledge.note(losses)
         for name, value in raw.items():
             if name in added:
                 continue
-            self.weights.forms.pop(name, None)  # it may have been taken for a loss
+            self.knowledge.forget(name)  # it may have been taken for a loss
             if value is None:
                 continue
-            reported = reported_term(name, value, samples, summed=summed)
+            reported = reported_value(name, value, samples, summed=summed)
             if reported is not None:
-                terms.append(reported)
+                losses.append(reported)
                 continue
             self._notices.say(
                 f"loss {name!r} is {describe(value)}, so it is not reported; return a number, a vector of per-sample "
                 "values or a (sum, weight) pair",
                 key=f"not reported {name}",
             )
-        return terms
+        return losses
 
     def _called(self, outputs: Any, targets: Any) -> Any:
         try:
@@ -357,14 +385,14 @@ class Objective:
         own = _own_loss(outputs)
         if own is not None:
             self._notices.choose("the model's own loss", "loss=")
-            if self.weights.is_trusted:
+            if self.knowledge.is_torch_loss:
                 is_one = isinstance(own, Tensor) and is_pair(batch) and getattr(batch[1], "shape", ())[:1] == (1,)
                 if is_one and self._chosen_in is self.model.training:
                     raise InvalidInputError(
                         "the model returned outputs for several samples, and a single number for a micro-batch of 1, "
                         "which would be its own loss; use squeeze(-1) for squeeze(), or pass loss= or micro_batch=2"
                     )
-                self.weights.trust(TOTAL, None)
+                self.knowledge.state(TOTAL, None)
             return own
         if not is_pair(batch):
             got = f"a batch of type {type(batch).__name__} is not an (inputs, targets) pair"
@@ -383,8 +411,8 @@ class Objective:
             said = f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}"
             raise self._no_loss(f"{said}; pass loss=, or {own}")
         loss, value = _by_default(outputs, targets)
-        if not self.weights.knows_all:
-            self.weights.trust(TOTAL, of_torch(loss))
+        if not self.knowledge.is_stated:
+            self.knowledge.state(TOTAL, of_torch(loss))
             self._chosen_in = self.model.training
         self._notices.choose(f"{loss.__name__} for {targets.dtype} targets", "loss=")
         return value
@@ -416,13 +444,13 @@ def check_loss_reduction(loss_reduction: object) -> None:
         raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
 
 
-def _stated_by(loss_reduction: str | None, split: Split | None) -> Weighting | None:
-    """Return how the arguments weigh every loss that is a number; None to find it out."""
+def _stated_by(loss_reduction: str | None, split: Split | None) -> Known | None:
+    """Return how the arguments put together every loss that is a number; None to find it out."""
     if loss_reduction == "sum":
-        return Weighting.SUM
+        return ADDED
     if hasattr(split, "weight"):
-        return Weighting.SPLIT
-    return None if loss_reduction is None else Weighting.SAMPLES
+        return replace(BY_SAMPLES, hints={OF_SPLIT: 1.0})
+    return None if loss_reduction is None else BY_SAMPLES
 
 
 def _sources(losses: Sequence[Loss]) -> list[Source]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum import _oom
-from autoaccum._data.nesting import copied
-from autoaccum._loss.batch_counts import LABELS, SUM, counts_in
+from autoaccum._data.nesting import copied, numbers_in
+from autoaccum._loss.batch_counts import LABELS, SUM, counts_in, counts_of
 from autoaccum._loss.comparison import compare, sum_of
 from autoaccum._loss.graph_reader import ReadTerm
 from autoaccum._loss.loss_values import no_mean, not_finite
@@ -43,6 +43,8 @@ MOST_SAMPLES = 8
 _TO_HALVE = 7
 # The most samples that are looked at to choose these, and the most choices where nothing counts in the first.
 _LOOKED_AT, _MOST_CHOICES = 64, 8
+# After so many passes of a first check, the next check looks for hidden state.
+_MOST_PASSES = 3
 
 # Runs a pass: returns the losses of a number of samples, and outputs.
 Pass = Callable[[Any, int], "tuple[list[LossValue], Any]"]
@@ -124,6 +126,7 @@ class LossCheck:
     tolerance: float = 0.0
     _found: dict[str, list[Known]] = field(default_factory=dict)  # by the choices of samples until now
     _open: dict[str, bool] = field(default_factory=dict)  # losses that no choice confirmed: is their graph trusted?
+    _passes: int = 0
 
     def run(self, window: Window, most: int, larger: int) -> dict[str, list[Known]] | None:
         """Return the summands of each loss, by name; None if the window has no two samples to try.
@@ -151,17 +154,23 @@ class LossCheck:
                 break
         self.is_complete = not self._open
         for name, is_trusted in self._open.items():
-            if not is_trusted and name not in self.knowledge.summands:
+            if not is_trusted and not self.knowledge.is_confirmed(name):
                 self.knowledge.warn_of_unchecked(name)
         return self._found if has_tried else None
 
     def _try(self, source: Pass, sample: Window, first: int) -> None:
         """Find the summands of one source's losses that are not confirmed yet."""
+        self._passes = 0
         whole = self._whole(source, sample)
         self._look_for_state(source, whole, sample)
         if self.knowledge.is_torch_loss:  # as `loss=None` shows only now
             self._try_model(source, whole, sample, first)
-            return
+        else:
+            self._try_losses(source, whole, sample, first)
+        self._look_for_hidden_state(source, whole, sample)
+
+    def _try_losses(self, source: Pass, whole: Mapping[str, Observation], sample: Window, first: int) -> None:
+        """Compare losses that are not confirmed yet with those of parts."""
         parts = self._parts(source, whole, sample, first)
         for name, run in whole.items():
             if name in self._found and name not in self._open:
@@ -190,9 +199,12 @@ class LossCheck:
             if one.is_dead(number) and (its.reduction is not Reduction.MEAN or one.summands[number].weight == 0.0)
         ]
         if dead:  # nothing counts in a part, so that it says nothing
-            self._open[name] = self._open.get(name, True) and all(dead)
+            guess = guess_of(runs) if not run.is_stated and alike else list(known)
+            # Nothing counts at all, or weights of 0 say it, or a number of the batch, or an operator of torch.
+            is_told = not bool(run.gradients.any()) or all(dead) or all(one.number is not None for one in guess)
+            is_told |= all(hasattr(one.end, "_saved_reduction") for one in run.summands)
+            self._open[name] = self._open.get(name, True) and is_told
             if not run.is_stated:
-                guess = [by_graph(one) for one in run.summands]
                 self._found.setdefault(name, guess)
             return
         if run.is_stated:
@@ -242,6 +254,16 @@ class LossCheck:
         has_moved = self.mark.has_moved()
         return has_moved and again(with_attributes=False, with_buffers=not also) and not again()
 
+    def _look_for_hidden_state(self, source: Pass, whole: Mapping[str, Observation], sample: Window) -> None:
+        """Warn if another pass over all samples differs from the first, though all that is known was put back."""
+        is_later = self._passes > _MOST_PASSES and not self.knowledge.summands.keys() >= whole.keys()
+        if not (whole and self.tells_of_state) or self.knowledge.warnings or is_later:
+            return
+        again = self._observe(source, sample, 0, sample.samples)
+        finite = {name: run for name, run in whole.items() if math.isfinite(run.value) and name in again}
+        if any(differ(run, again[name], self.tolerance) for name, run in finite.items()):
+            self.knowledge.warn_of_hidden_state()
+
     def _try_model(self, source: Pass, whole: Mapping[str, Observation], sample: Window, first: int) -> None:
         """Look whether a model compares samples, whose loss is one of torch."""
         if not whole:
@@ -271,12 +293,18 @@ class LossCheck:
         rows = [*dict.fromkeys((0, window.samples // 2, window.samples - 1))]
         cuts = [window.cut(row, row + 1) for row in rows]
         counts, found = [counts_in(cut, 1) for cut in cuts], dict[str, list[Known]]()
+        whole = Observation(window.samples, 0.0, [], torch.zeros(0), {}, {})
+        if window.is_nested:  # a split may count what it joins
+            first, *others = map(numbers_in, cuts)
+            whole.numbers = {at: one for at, one in first.items() if all(other.get(at) == one for other in others)}
+            of_ranks = self.knowledge.counted
+            whole.counts = counts_of(window, 0, window.samples, frozenset(counts[0])) if of_ranks is None else of_ranks
         for source in self.passes:
             read = [self._read_alone(source, cut) for cut in cuts]
             for name, summands in read[0].items():
                 alike = [of_row[name] for of_row in read if len(of_row.get(name, ())) == len(summands)]
                 found[name] = (
-                    [_of_single(list(one), counts) for one in zip(*alike, strict=True)]
+                    [_of_single(list(one), counts, whole) for one in zip(*alike, strict=True)]
                     if len(alike) == len(cuts)
                     else [by_graph(one) for one in summands]
                 )
@@ -370,6 +398,7 @@ class LossCheck:
             with_buffers: Whether to begin with the state of before, and not as the last pass has left it.
             with_attributes: Whether that includes plain attributes.
         """
+        self._passes += 1
         if with_buffers:
             self.mark.restore(with_attributes=with_attributes)
         self.mark.random.seed(seed)
@@ -422,8 +451,24 @@ def by_graph(summand: ReadTerm) -> Known:
     return Known(Reduction.SUM, is_guess=True)
 
 
-def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> Known:
-    """Return what the graphs of single samples suggest of a summand."""
+def guess_of(runs: Sequence[Observation]) -> list[Known]:
+    """Return what the graphs of all samples suggest of their summands, where a part of them says nothing.
+
+    Nothing counts there, so a divisor that is the same in all is no count, unless it is 1, as of max(1, n).
+    """
+    found = []
+    for summands in zip(*(run.summands for run in runs), strict=True):
+        weights, divisors = [one.weight for one in summands], [one.divisor for one in summands]
+        is_same_in_all = (
+            None not in weights and None not in divisors and all(is_same(one, weights[0]) for one in weights)
+        )
+        is_number = is_same_in_all and divisors[0] != 1.0
+        found.append(replace(sum_of(summands[0], runs[0]), is_guess=True) if is_number else by_graph(summands[0]))
+    return found
+
+
+def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]], whole: Observation) -> Known:
+    """Return what the graphs of single samples suggest of a summand: a sum, if it is divided by what the whole says."""
     guess, weights = by_graph(summands[0]), [float(one.weight or 0.0) for one in summands]
     if guess.reduction is not Reduction.MEAN or any(one.weight is None for one in summands):
         return guess
@@ -431,5 +476,7 @@ def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, flo
     if all(divisors) and (found := counts_of_divisor(divisors, counts)):
         return replace(guess, hints=dict.fromkeys(found, weights[0] / divisors[0]), is_divisor=True)
     if all(divisors) and len(summands) > 1 and all(is_same(one, weights[0]) for one in weights):
-        return replace(sum_of(summands[0], Observation(1, 0.0, [], torch.zeros(0), {}, {})), is_guess=True)
+        added = replace(sum_of(summands[0], whole), is_guess=True)
+        if added.number is not None or any(is_same(number, divisors[0]) for number in whole.counts.values()):
+            return added
     return replace(guess, hints=hints_of(weights, counts))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES, TARGETS, counts_of
+from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES, TARGETS, counts_in, counts_of
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.loss_values import in_full
+from autoaccum._loss.settling import ONE_NUMBER
 from autoaccum._loss.summands import SAME_WEIGHT, Known, Reduction, Source, is_same
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from autoaccum._data.batches import Window
@@ -27,9 +28,15 @@ if TYPE_CHECKING:
 
 # What split.weight counts.
 OF_SPLIT: Count = ("split.weight", "")
-# The relative difference up to which quotients of predicted and true weights are one number.
-ONE_NUMBER = 1e-6
 _HOST = torch.device("cpu")
+
+
+class MicroBatch(NamedTuple):
+    """Samples `start` to `stop` (exclusive) of a window, and what a split of the user's has made of them."""
+
+    start: int
+    stop: int
+    batch: Any = None
 
 
 class SummandWeights:
@@ -41,19 +48,37 @@ class SummandWeights:
         window: The samples.
         predicted: What `predicted` gives for it, or its weight W.
         has_unit: Whether `predicted` counts something that has a weight; otherwise it is a weight, or any power of it.
+        has_own_unit: Whether that weight is read in the first micro-batch, and not known from the check.
+        is_quick: Whether divisors that the batch counts are compared once, by `compare`.
     """
 
     def __init__(
-        self, key: SummandKey, knowledge: LossKnowledge, window: Window, predicted: float, *, has_unit: bool
+        self,
+        key: SummandKey,
+        knowledge: LossKnowledge,
+        window: Window,
+        predicted: float,
+        *,
+        has_unit: bool = False,
+        has_own_unit: bool = True,
+        is_quick: bool = False,
     ) -> None:
         self.key = key
         self._knowledge = knowledge
         self._window = window
         self._predicted = predicted or 1.0
         self._has_unit = has_unit
+        self._has_own_unit = has_own_unit
+        self._is_quick = is_quick
+        # Whether the window's divisors are counted. Where a clamp was met, each micro-batch is compared.
+        self._are_counted = (
+            self.known.is_divisor and not self.known.least and hint_of(self.known, window) in self.known.hints
+        )
+        self._divisors: list[float] = []  # to be compared
         self.found: list[float | Tensor] = []
         self._unit: float | None = None  # the weight of one that is counted, in the first micro-batch
         self._scale: float | None = None  # by how much it exceeds what it was in the check
+        self._numbers: dict[Count, float] = {}  # the counts of the first micro-batch, where they are the weights
         self._divided: float | None = None  # what a sum was divided by first
 
     @property
@@ -80,14 +105,18 @@ class SummandWeights:
         total: Any = sum(self.found[1:], start=self.found[0])
         return in_full(total) if isinstance(total, Tensor) and not total.is_cpu else float(total)
 
-    def at_least(self, total: float) -> float:
-        """Return the weight of the window, given that of the micro-batches: max(k, n) of all n together."""
-        known = self.known
-        return max(total, known.least * self.unit) if known.least and known.is_weighed else total
+    def compare(self) -> bool:
+        """Return whether the divisors that were not compared yet are what the batch counts."""
+        if not self._divisors:
+            return True
+        smallest = min(self._divisors)
+        if smallest < self.known.smallest:
+            self._knowledge.replace(self.key, smallest=smallest)
+        return is_same(sum(self._divisors), self._predicted)
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
-    def add(self, loss: LossValue, summand: ReadTerm, part: tuple[int, int]) -> Any:
+    def add(self, loss: LossValue, summand: ReadTerm, part: MicroBatch) -> Any:
         """Note the weight of a summand; return what its value has been divided by, which may be max(k, n) of n.
 
         Raises:
@@ -100,65 +129,96 @@ class SummandWeights:
         elif known.source is Source.COUNTED or known.reduction is not Reduction.MEAN:
             weight = divisor = self._counted(known, part)
         elif divisor is None:
-            raise RecheckWindow(changed(loss.name, "has a graph that cannot be read, as compiled code has none"))
+            if not known.hints or known.is_guess:
+                raise RecheckWindow(changed(loss.name, "has a graph that cannot be read, as compiled code has none"))
+            weight = divisor = self._counted(known, part)  # of compiled code, which was checked as it is written
         elif not isinstance(divisor, Tensor):
             weight = self._true_weight(loss, known, summand, part)
         self.found.append(weight)
         return divisor
 
-    def _counted(self, known: Known, part: tuple[int, int]) -> float:
+    def counts_as(self, summand: ReadTerm, part: MicroBatch) -> bool:
+        """Whether the weight of a summand is one of the counts that have been its weight."""
+        hints = self.known.hints
+        counts = counted(self._window, *part[:2], frozenset(hints), part.batch) if hints else {}
+        weight = summand.weight
+        return isinstance(weight, float) and any(is_same(weight, n * hints[count]) for count, n in counts.items())
+
+    def _counted(self, known: Known, part: MicroBatch) -> float:
         """Return the weight of a summand of which the batch says it.
 
         Raises:
             RecheckWindow: Counts that have weighed all samples so far alike do not weigh these alike.
         """
         if known.reduction is not Reduction.MEAN:
-            return float(part[1] - part[0])
-        numbers = counted(self._window, *part, frozenset(known.hints))
-        if len(numbers) > 1:
-            totals = counted(self._window, 0, self._window.samples, frozenset(numbers))
-            shares = [n / (totals[count] or 1.0) for count, n in numbers.items()]
-            if not all(is_same(one, shares[0]) for one in shares):
-                raise RecheckWindow(
-                    InvalidInputError(
-                        f"what loss {self.key[0]!r} is divided by cannot be read from its graph, and several counts of "
-                        "the batch explained it that differ in this window; return a (sum, weight) pair"
-                    )
+            return float(part.stop - part.start)
+        numbers = counted(self._window, *part[:2], frozenset(known.hints), part.batch)
+        self._numbers = self._numbers or numbers
+        times = [n / (self._numbers[count] or 1.0) for count, n in numbers.items()]
+        if not all(is_same(one, times[0]) for one in times):
+            raise RecheckWindow(
+                InvalidInputError(
+                    f"what loss {self.key[0]!r} is divided by cannot be read from its graph, and several counts of the "
+                    "batch explained it that differ in this window; return a (sum, weight) pair"
                 )
+            )
         first = min(numbers)
         return numbers[first] * known.hints[first]
 
-    def _true_weight(self, loss: LossValue, known: Known, summand: ReadTerm, part: tuple[int, int]) -> float:
+    def _true_weight(self, loss: LossValue, known: Known, summand: ReadTerm, part: MicroBatch) -> float:
         """Return the weight of a mean by its graph: n in place of max(k, n), and 0 for what is multiplied by 0."""
         weight = float(summand.weight)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {loss.name!r} divides by NaN; look for NaN among the weights")
         if not weight or math.isinf(weight):
             return 0.0
-        is_one, is_divisor = summand.divisor == 1.0, known.is_divisor and bool(summand.divisor)
-        counts = counted(self._window, *part, frozenset(known.hints)) if known.hints else {}
-        base, expected = (float(summand.divisor or 0.0), counts) if is_divisor else (weight, counts)
-        if counts and not is_divisor:
-            expected = {count: n * known.hints[count] for count, n in counts.items()}
-            if self._scale is None:
-                self._scale = _scale_of(weight, expected)
-            expected = {count: n * (1.0 if is_one else self._scale) for count, n in expected.items()}
-        room = ONE_NUMBER * abs(self.prediction)
-        fit = {count for count, n in expected.items() if is_same(base, n) or abs(base - n) <= room}
-        if is_one and not (counts if is_divisor else fit):
+        if summand.divisor is None and (self._is_quick or self._knowledge.is_torch_loss):
+            return weight  # an operator of torch counts, and is never clamped
+        if self._is_quick and self._are_counted:
+            self._divisors.append(float(summand.divisor or 0.0))
+            return weight
+        counts = counted(self._window, *part[:2], frozenset(known.hints), part.batch) if known.hints else {}
+        if known.is_divisor and summand.divisor:
+            return self._by_divisor(loss, known, float(summand.divisor), counts, weight)
+        expected = {count: n * known.hints[count] for count, n in counts.items()}
+        if expected and self._scale is None:
+            self._scale = _scale_of(weight, expected)
+        is_one = summand.divisor == 1.0
+        fit = self._fitting(weight, expected, 1.0 if is_one else self._scale or 1.0)
+        if is_one and not fit:
             return self._of_divisor_1(loss, known, weight)
-        if is_divisor and not fit:
-            return self._of_clamp(known, base, counts, weight)
-        if is_divisor and is_one and min(counts.values()) < 1.0:
+        self._narrow(fit)
+        self._note_unit(known, counts, weight)
+        return weight
+
+    def _by_divisor(
+        self, loss: LossValue, known: Known, divisor: float, counts: Mapping[Count, float], weight: float
+    ) -> float:
+        """Return the weight of a mean whose divisor the hints count."""
+        if divisor == 1.0 and not counts:
+            return self._of_divisor_1(loss, known, weight)
+        fit = self._fitting(divisor, counts)
+        if not fit:
+            return self._of_clamp(known, divisor, counts, weight)
+        if divisor == 1.0 and min(counts.values()) < 1.0:
             self._knowledge.warn_of_clamp(loss.name)  # what one count says may be max(1, n) of another
         else:
             self._narrow(fit)
-        if is_divisor and base < known.smallest:
-            self._knowledge.replace(self.key, smallest=base)
-        hint = hint_of(known, self._window)
-        if self._unit is None and hint is not None and counts.get(hint):
-            self._unit = weight / counts[hint]
+        if divisor < known.smallest:
+            self._knowledge.replace(self.key, smallest=divisor)
+        self._note_unit(known, counts, weight)
         return weight
+
+    def _fitting(self, number: float, counts: Mapping[Count, float], scale: float = 1.0) -> set[Count]:
+        """Return the counts that a number is, times a scale, but for rounding of the window's."""
+        room = ONE_NUMBER * abs(self.prediction)
+        return {count for count, n in counts.items() if is_same(number, n * scale) or abs(number - n * scale) <= room}
+
+    def _note_unit(self, known: Known, counts: Mapping[Count, float], weight: float) -> None:
+        """Note the weight of one that is counted, by the first micro-batch in which something is."""
+        hint = hint_of(known, self._window)
+        if self._has_own_unit and self._unit is None and hint is not None and counts.get(hint):
+            self._unit = weight / counts[hint]
 
     def _of_clamp(self, known: Known, divisor: float, counts: Mapping[Count, float], weight: float) -> float:
         """Return the weight of a mean that no hint explains: n where max(k, n) is read; otherwise as it is read."""
@@ -211,20 +271,14 @@ class SummandWeights:
                 "differ from the whole batch's; return a (sum, weight) pair"
             )
 
-    def look_for_clamp(self, parts: list[tuple[int, int]]) -> None:
-        """Warn of a sum that may be divided by max(k, n), where n is at most k in all `parts`, and more in all."""
-        known = self.known
-        if not known.hints or not self._window.is_nested:
-            return
-        totals = counted(self._window, 0, self._window.samples, frozenset(known.hints))
-        more = frozenset(count for count, n in totals.items() if n > known.least and n.is_integer())
-        if not more:
-            return
-        counts = [counted(self._window, *part, more) for part in parts]
-        if any(all(of_part[count] <= known.least for of_part in counts) for count in more):
-            self._knowledge.warn_of_divisor(self.key[0], known.least)
-        hints = {count: each for count, each in known.hints.items() if count not in more}
-        self._knowledge.replace(self.key, hints=hints)
+    def counts_of_sum(self, parts: Sequence[MicroBatch]) -> dict[Count, tuple[float, float]]:
+        """Return what a sum's divisor may be the least of, as max(k, n): n in all `parts`, and the most in one."""
+        if not self.known.hints or not self._window.is_nested:
+            return {}
+        hints = frozenset(self.known.hints)
+        counts = [counted(self._window, *part[:2], hints) for part in parts]
+        numbers = {count: [of_part[count] for of_part in counts] for count in sorted(hints)}
+        return {count: (sum(found), max(found)) for count, found in numbers.items()}
 
 
 def _scale_of(weight: float, expected: Mapping[Count, float]) -> float:
@@ -233,28 +287,32 @@ def _scale_of(weight: float, expected: Mapping[Count, float]) -> float:
     return 1.0 if not first or any(is_same(weight, one) for one in expected.values()) else weight / first
 
 
-def counted(window: Window, start: int, stop: int, wanted: frozenset[Count]) -> dict[Count, float]:
-    """Return counts of samples `start` to `stop` (exclusive) of a window in order, `OF_SPLIT` among them."""
+def counted(window: Window, start: int, stop: int, wanted: frozenset[Count], batch: Any = None) -> dict[Count, float]:
+    """Return counts of samples `start` to `stop` (exclusive) of a window in order, `OF_SPLIT` among them.
+
+    Those of what a split has made of them are of `batch`, if it is known: it may be otherwise another time.
+    """
     found: dict[Count, float] = {OF_SPLIT: window.weight(start, stop)} if OF_SPLIT in wanted else {}
     if SAMPLES in wanted:
         found[SAMPLES] = float(stop - start)
     if rest := wanted - found.keys():
-        found |= counts_of(window, start, stop, rest)
-    return {count: found[count] for count in sorted(wanted)}
+        found |= counts_of(window, start, stop, rest) if batch is None else counts_in(batch, stop - start, rest)
+    return {count: found.get(count, 0.0) for count in sorted(wanted)}
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
-def predicted(knowledge: LossKnowledge, window: Window) -> dict[SummandKey, float]:
-    """Return what predicts the weight of each summand over a window: a count of the batch, or a power of two.
+def all_predicted(knowledge: LossKnowledge, window: Window) -> dict[SummandKey, float]:
+    """Return what predicts the weight of each summand over a window."""
+    return {key: predicted(known, window) for key, known in knowledge.items() if known.is_weighed}
+
+
+def predicted(known: Known, window: Window) -> float:
+    """Return what predicts the weight of a summand over a window: a count of the batch, or a power of two.
 
     Anything else would depend on the samples of the last check, and the optimizer step to the last bit with it.
     """
-    return {key: _predicted(known, window) for key, known in knowledge.items() if known.is_weighed}
-
-
-def _predicted(known: Known, window: Window) -> float:
     hint = hint_of(known, window)
     if hint is not None and (number := counted(window, 0, window.samples, frozenset([hint]))[hint]):
         return number

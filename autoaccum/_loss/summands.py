@@ -135,7 +135,7 @@ def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] 
     return tuple(
         replace(
             one,
-            hints=_of_both(one.hints, its.hints) if its.hints or not its.is_guess else one.hints,
+            hints=one.hints if its.is_guess and not one.is_guess else _of_both(one.hints, its.hints),
             least=max(one.least, its.least),
             smallest=min(one.smallest, its.smallest),
         )

@@ -17,29 +17,47 @@ from torch._subclasses import FakeTensor
 
 from autoaccum._loss.graph_reader import ReadTerm, has_only_weights_of_0, read, stop, weight_at_once
 from autoaccum._loss.knowledge import RecheckWindow, changed
-from autoaccum._loss.summand_weights import ONE_NUMBER, SummandWeights, power_of_two, predicted
-from autoaccum._loss.summands import Source, is_same
+from autoaccum._loss.settling import NotSettled, PartWeights, nothing_counts, settle
+from autoaccum._loss.summand_weights import MicroBatch, SummandWeights, power_of_two, predicted
+from autoaccum._loss.summands import Reduction, Source, is_same
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
+    from autoaccum._loss.settling import Totals
     from autoaccum._loss.summands import Known, SummandKey
 
-# The relative difference of a window's weights, in two passes through it, from which a warning tells of it.
-_MOVES = 1e-3
-_ROUNDING = 1e-14  # of double precision
+COMPILED = "CompiledFunctionBackward"  # the node of compiled code, whose graph says nothing
 
 
-class RemakeWindow(Exception):  # noqa: N818 - it is no error of the user's
-    """The weights of a window were predicted wrong: it is made again with its true ones."""
+class Alone:
+    """A micro-batch that is the whole window, so that every loss is as it is."""
 
-    def __init__(self, totals: Mapping[SummandKey, float]) -> None:
-        super().__init__("weights were predicted wrong")
-        self.totals = totals
+    def __init__(self, knowledge: LossKnowledge) -> None:
+        self._knowledge = knowledge
+
+    def enter(self, start: int, samples: int, batch: Any) -> None:
+        """Begin the micro-batch."""
+
+    def leave(self) -> None:
+        """End it."""
+
+    def weigh(self, loss: LossValue) -> Tensor:
+        """Return the loss.
+
+        Raises:
+            InvalidInputError: Nothing counts in it, if that can be seen without waiting for a device.
+        """
+        refuse_nothing(self._knowledge, loss)
+        return loss.value / loss.weight if loss.is_sum else loss.value  # type: ignore[operator]
+
+    def of_numbers(self, losses: Sequence[LossValue]) -> tuple[Any, bool]:  # noqa: ARG002 - as of a window
+        """As for `WindowWeights`."""
+        return 1.0, False
 
 
 class WindowWeights:
@@ -48,59 +66,67 @@ class WindowWeights:
     Args:
         knowledge: What is known of the losses; what the micro-batches show beyond is added to it.
         window: The samples.
-        is_alone: Whether a single micro-batch is the whole window, so that every loss is as it is.
-        totals: What `predicted` gives for the whole window, of which these samples are a part; None if for them.
-        is_exact: Whether `totals` are the weights themselves, as a pass has shown them.
-        has_to_pass: Whether a loss in which nothing counts has a backward pass all the same.
+        totals: Of the whole window, of which these samples are a part, or of an earlier pass; None if not known.
+        has_to_pass: Whether processes run passes together: a loss in which nothing counts has a backward pass all the
+            same, and nothing that one of them reads makes its predictions differ from the others'.
+        is_quick: Whether divisors that the batch counts are compared once, at the end.
     """
 
     def __init__(
         self,
         knowledge: LossKnowledge,
         window: Window,
+        totals: Totals | None = None,
         *,
-        is_alone: bool = False,
-        totals: Mapping[SummandKey, float] | None = None,
-        is_exact: bool = False,
         has_to_pass: bool = False,
+        is_quick: bool = False,
     ) -> None:
         self._knowledge = knowledge
         self._window = window
-        self._is_alone = is_alone
-        self._is_exact = is_exact
+        self._samples = window.samples if totals is None else totals.samples
+        self._scale = 1.0 if totals is None else totals.scale
+        self._is_exact = totals is not None and totals.is_exact
         self._has_to_pass = has_to_pass
-        self._predicted = predicted(knowledge, window) if totals is None else totals
+        self._is_quick = is_quick
+        self._predicted = None if totals is None else totals.weights
         self._weights: dict[SummandKey, SummandWeights] = {}
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
-        self._parts: list[tuple[int, int]] = []
+        self._parts: list[MicroBatch] = []
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
-    def weigh(self, loss: LossValue, start: int, samples: int) -> Tensor | None:
-        """Return what a loss of the micro-batch from sample `start` on adds to the window's; None for nothing.
+    def enter(self, start: int, samples: int, batch: Any) -> None:
+        """Begin the micro-batch of so many samples from sample `start` on."""
+        part = MicroBatch(start, start + samples)
+        self._parts.append(part)
+        # What a split has made it may make otherwise another time.
+        self._now = part if self._window.is_nested else part._replace(batch=batch)
+
+    def leave(self) -> None:
+        """End it; its batch is not needed any more."""
+        self._now = self._parts[-1]
+
+    def weigh(self, loss: LossValue) -> Tensor | None:
+        """Return what a loss of the micro-batch adds to the window's; None for nothing.
 
         Raises:
             RecheckWindow: It is not what is known of it.
             InvalidInputError: It is divided by no finite number, or by 0 although something counts.
         """
-        value = loss.value
-        if self._is_alone:
-            self._refuse_nothing(loss)
-            return value / loss.weight if loss.is_sum else value  # type: ignore[operator]
-        if not value.requires_grad:
-            return value  # the caller says of a loss that it has no gradient
-        self._parts.append((start, start + samples))
+        if not loss.value.requires_grad:
+            return loss.value  # the caller says of a loss that it has no gradient
         known = self._known(loss)
         summands = self._summands(loss, known)
         factors = [self._factor(loss, n, known[n], summand) for n, summand in enumerate(summands)]
         return self._scaled(loss, summands, factors, has_sum=not all(one.is_weighed for one in known))
 
-    def note(self, loss: LossValue, start: int, samples: int) -> None:
-        """Note the weights of a loss of a micro-batch, in a pass that goes forward alone."""
+    def note(self, loss: LossValue) -> list[Any]:
+        """Note the weights of a loss, in a pass that goes forward alone; return what each summand is divided by."""
         known = self._known(loss)
-        for number, summand in enumerate(self._summands(loss, known)):
-            if known[number].is_weighed:
-                self._of((loss.name, number)).add(loss, summand, (start, start + samples))
+        return [
+            self._of((loss.name, number)).add(loss, summand, self._now) if known[number].is_weighed else 1.0
+            for number, summand in enumerate(self._summands(loss, known))
+        ]
 
     def _known(self, loss: LossValue) -> Sequence[Known]:
         known = self._knowledge.summands.get(loss.name)
@@ -111,10 +137,20 @@ class WindowWeights:
     def _of(self, key: SummandKey) -> SummandWeights:
         """Return the weights of a summand."""
         if key not in self._weights:
+            known = self._knowledge.summands[key[0]][key[1]]
+            # What all processes have to divide by alike is known before any of them reads a loss.
+            total = predicted(known, self._window) if self._predicted is None else self._predicted.get(key)
             # That of a single summand is an exact count: what it is multiplied by cancels out at the end.
-            has_unit = not self._is_exact and len(self._predicted) + self._knowledge.has_sum > 1
-            total = self._predicted.get(key, power_of_two(self._window.samples))
-            self._weights[key] = SummandWeights(key, self._knowledge, self._window, total, has_unit=has_unit)
+            has_unit = not self._is_exact and len(self._knowledge.items()) > 1
+            self._weights[key] = SummandWeights(
+                key,
+                self._knowledge,
+                self._window,
+                power_of_two(self._samples) if total is None else total,
+                has_unit=has_unit,
+                has_own_unit=not self._has_to_pass,
+                is_quick=self._is_quick and not has_unit,
+            )
         return self._weights[key]
 
     def _summands(self, loss: LossValue, known: Sequence[Known]) -> list[ReadTerm]:
@@ -124,38 +160,44 @@ class WindowWeights:
             RecheckWindow: They are others than when it was checked.
         """
         (first, *others), is_stated = known, self._knowledge.is_stated
-        if not others and (first.source is not Source.GRAPH or (is_stated and not first.is_weighed)):
+        is_counted = first.source is Source.COUNTED and first.reduction is Reduction.MEAN
+        if not others and (first.source is Source.STATED or is_counted or (is_stated and not first.is_weighed)):
             return [ReadTerm(loss.value.grad_fn, None)]  # without a look at its graph
-        if not others and first.is_weighed and (weight := weight_at_once(loss.value)):
+        if not others and first.reduction is Reduction.MEAN and (weight := weight_at_once(loss.value)):
             return [ReadTerm(loss.value.grad_fn, weight)]
         summands = read(loss.value)
+        if self._knowledge.is_torch_loss:
+            summands = summands[:1]  # all have the same divisor
         if len(summands) != len(known):
-            how = f"had {len(known)} terms when it was checked, and now has {len(summands)}"
-            raise RecheckWindow(changed(loss.name, how))
+            now = _compiled(summands) or f"has {len(summands)}"
+            raise RecheckWindow(changed(loss.name, f"had {len(known)} terms when it was checked, and now {now}"))
         # The gradient of a division by 0 is NaN, even times 0.
         if others or any(one.divisor is not None for one in summands):
             for one in summands:
                 one.weight = float(one.weight) if isinstance(one.weight, Tensor) else one.weight
                 one.divisor = float(one.divisor) if isinstance(one.divisor, Tensor) else one.divisor
         if not is_stated:
-            self._compare_graphs(loss.name, summands)
+            self._compare_graphs(loss.name, known, summands)
         return summands
 
-    def _compare_graphs(self, name: str, summands: Sequence[ReadTerm]) -> None:
+    def _compare_graphs(self, name: str, known: Sequence[Known], summands: Sequence[ReadTerm]) -> None:
         """Compare how a loss is computed with what it was in windows that were checked.
 
         Raises:
             RecheckWindow: It is another function.
         """
         weights = [one.weight for one in summands]
-        if any(isinstance(one, float) and not (one and math.isfinite(one)) for one in weights):
-            return  # nothing counts
+        if any(isinstance(one, float) and not (one and math.isfinite(one)) for one in weights) or _compiled(summands):
+            return  # nothing counts, or nothing is to be seen
         form = tuple((one.is_counted, one.divisor is None, one.end and one.end.name()) for one in summands)
-        start, end = self._parts[-1] if self._parts else (0, 0)
-        of_one_sample = end - start == 1 and all(one == 1.0 for one in weights)
-        if (
-            not self._knowledge.note_graph(name, form) and not of_one_sample
-        ):  # a mean that is not divided where there is one
+        is_new = not self._knowledge.note_graph(name, form)
+        if self._now.stop - self._now.start == 1 and all(one == 1.0 for one in weights):
+            return  # a mean that is not divided where there is one
+        for number, (one, its) in enumerate(zip(summands, known, strict=True)):
+            is_mean = its.reduction is Reduction.MEAN and its.source is Source.GRAPH and not its.is_guess
+            if is_mean and not one.is_counted and not self._of((name, number)).counts_as(one, self._now):
+                raise RecheckWindow(changed(name, "is a sum in a micro-batch, and was a mean when it was checked"))
+        if is_new:
             raise RecheckWindow(changed(name, "ends in other operations than when it was checked"))
 
     def _factor(self, loss: LossValue, number: int, known: Known, summand: ReadTerm) -> float | Tensor:
@@ -163,13 +205,15 @@ class WindowWeights:
         weights = self._of((loss.name, number))
         if not known.is_weighed:
             weights.compare_sum(summand)
-            return 1.0
-        divisor = weights.add(loss, summand, self._parts[-1])
+            return self._scale
+        divisor = weights.add(loss, summand, self._now)
         if loss.is_sum:
-            return 1.0 / weights.prediction
+            return self._scale / weights.prediction
         if not isinstance(divisor, Tensor) and (not divisor or math.isinf(divisor)):
             return 0.0  # what is multiplied by 0 is not there
-        return divisor / weights.prediction
+        if isinstance(weight := weights.found[-1], float) and not weight:  # divided by max(1, 0)
+            self._exists.setdefault(loss.name, True)
+        return divisor / weights.prediction * self._scale
 
     def _scaled(
         self, loss: LossValue, summands: Sequence[ReadTerm], factors: Sequence[float | Tensor], *, has_sum: bool
@@ -179,15 +223,16 @@ class WindowWeights:
         if isinstance(first, Tensor):  # a single summand; where nothing counts, its value is NaN
             return torch.where(first == 0, 0.0, value * first)
         empty = [summand for summand, factor in zip(summands, factors, strict=True) if not factor]
-        if empty:
+        if empty and self._knowledge.is_torch_loss:
+            empty = summands = read(value)
+        if empty and self._knowledge.summands[loss.name][0].source is not Source.COUNTED:
             self._note_nothing(loss, empty)
         if all(factor == first or is_same(factor, first, 1e-12) for factor in factors):  # type: ignore[arg-type]
             for one in summands if empty and self._has_to_pass else ():
                 stop(one)
             return None if empty else value if first == 1.0 else value * first
         # The number is reported by samples; beside a sum, once in each micro-batch.
-        start, end = self._parts[-1]
-        share = 1.0 if has_sum else (end - start) / self._window.samples
+        share = self._scale * (1.0 if has_sum else (self._now.stop - self._now.start) / self._samples)
         for one, factor in zip(summands, factors, strict=True):
             if factor != share:
                 one.node.register_prehook(_scaling(float(factor) / share))
@@ -214,73 +259,112 @@ class WindowWeights:
             )
         self._exists[loss.name] = self._exists.get(loss.name, True) and bool(value.isfinite())
 
-    def _refuse_nothing(self, loss: LossValue) -> None:
-        """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting."""
-        weight, value = loss.weight, loss.value
-        if weight is not None:
-            is_empty = (not isinstance(weight, Tensor) or weight.is_cpu) and not float(weight)
-        elif self._knowledge.default is not None or isinstance(value, FakeTensor) or not value.requires_grad:
-            return
-        else:
-            is_empty = not weight_at_once(value) and any(
-                isinstance(one.weight, float) and not one.weight for one in read(value)
-            )
-        if is_empty:
-            raise nothing_counts(f"what loss {loss.name!r} is divided by is 0")
+    def of_numbers(self, losses: Sequence[LossValue]) -> tuple[Any, bool]:
+        """Return the weight of a number that is reported beside the losses of a micro-batch, and whether it is summed.
+
+        It is that of the only loss, or else counts by samples.
+        """
+        own = [self._of(key) for key, known in self._knowledge.items() if len(losses) == 1 and key[0] == losses[0].name]
+        if len(own) == 1:
+            (weights,) = own
+            if not weights.known.is_weighed:
+                return self._scale, True
+            return weights.found[-1] / weights.prediction * self._scale, False
+        if not any(known.is_weighed for _, known in self._knowledge.items()):
+            return self._scale, True
+        return (self._now.stop - self._now.start) / self._samples * self._scale, False
 
     # --- after the window ---------------------------------------------------------------------------------------------
 
-    def totals(self) -> dict[SummandKey, float | Tensor]:
-        """Return the weight of each summand, added up over these samples."""
-        return {key: one.total() for key, one in self._weights.items() if one.found}
-
-    def exists(self, name: str) -> bool:
-        """Whether a loss is finite wherever nothing counts in it."""
-        return self._exists.get(name, False)
-
-    def correction(self, totals: Mapping[SummandKey, float | Tensor] | None = None) -> float | Tensor:
-        """Return what gradients and losses are multiplied by: P / W, one number for all summands.
-
-        Args:
-            totals: The weights of the whole window; None if these samples are all of it.
+    def compare(self) -> None:
+        """Compare divisors with what the batch counts, where they have not been yet: `is_quick`.
 
         Raises:
-            RemakeWindow: It is not one number.
+            NotSettled: They differ, and the window has to be made again to find out where.
+        """
+        if not all(one.compare() for one in self._weights.values()):
+            raise NotSettled(None)
+
+    def totals(self) -> dict[SummandKey, float]:
+        """Return the weight of each summand, added up over these samples."""
+        return {key: float(one.total()) for key, one in self._weights.items() if one.found}
+
+    def message(self) -> PartWeights:
+        """Return what this process's part tells of the window's weights."""
+        found = {key: one for key, one in self._weights.items() if one.found}
+        return PartWeights(
+            {
+                key: (float(one.total()), one.prediction, one.known.least * one.unit if one.known.least else 0.0)
+                for key, one in found.items()
+            },
+            self._exists,
+            {key: one.counts_of_sum(self._parts) for key, one in self._weights.items() if not one.known.is_weighed},
+        )
+
+    def correction(self) -> float | Tensor:
+        """Return what gradients and losses of the whole window are multiplied by: P / W, one number for all summands.
+
+        Raises:
+            NotSettled: It is not one number.
             InvalidInputError: Nothing counts in the window, and its loss does not exist.
         """
-        found, has_sum = self.totals() if totals is None else totals, self._knowledge.has_sum
-        for one in self._weights.values():
-            if not one.known.is_weighed:
-                one.look_for_clamp(self._parts)
-        if len(found) == 1 and not has_sum:
-            ((key, only),) = found.items()
-            if isinstance(only, Tensor):  # which is not waited for
-                return self._of(key).prediction / only
-        weights = {key: self._of(key).at_least(float(weight)) for key, weight in found.items()}
-        for (name, _), weight in weights.items():
-            if not weight and not self.exists(name):
-                raise nothing_counts(f"what loss {name!r} is divided by is 0")
-        ratios = [self._of(key).prediction / weight for key, weight in weights.items() if weight]
-        ratios += [1.0] * (has_sum or not ratios)
-        self._settle(ratios, weights)
-        return 1.0 if has_sum or is_same(ratios[0], 1.0, _ROUNDING) else ratios[0]
+        if len(self._weights) == 1 and not self._knowledge.has_sum:
+            (only,) = self._weights.values()
+            if only.found and isinstance(total := only.total(), Tensor):  # which is not waited for
+                # Where it is 0 nothing counts, and there is nothing to correct.
+                return torch.where(total == 0, 1.0, only.prediction / total)
+        return settle(self._knowledge, [self.message()], is_exact=self._is_exact)[0]
 
-    def _settle(self, ratios: Sequence[float], weights: Mapping[SummandKey, float]) -> None:
-        """See to it that the summands' P / W are one number; once P is W of an earlier pass, tell of another.
+    def weight_of(self, name: str) -> float | Tensor:
+        """Return the weight of a loss that has a single summand."""
+        return self._of((name, 0)).total()
 
-        Raises:
-            RemakeWindow: They are not one number.
+    def of_gradient(self) -> tuple[Sequence[float], float]:
+        """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean.
+
+        Several summands have no common weight: that of the samples stands for it.
         """
-        off = (max(ratios) - min(ratios)) / max(map(abs, ratios))
-        if not self._is_exact:
-            self._knowledge.failures = self._knowledge.failures + 1 if off > ONE_NUMBER else 0
-            if off > ONE_NUMBER:
-                raise RemakeWindow(weights)
-        elif off > _MOVES:
-            self._knowledge.warn(
-                "what the loss is divided by is not the same in two passes over a window, so its gradient may differ "
-                "from the whole batch's; return (sum, weight) pairs"
-            )
+        sizes = [float(part.stop - part.start) for part in self._parts]
+        if not any(known.is_weighed for _, known in self._knowledge.items()):
+            return sizes, float(self._window.samples)
+        if len(self._weights) == 1:
+            (only,) = self._weights.values()
+            weights = [float(weight) for weight in only.found]
+            return weights, sum(weights) / only.prediction * self._scale
+        return sizes, sum(sizes) / self._samples * self._scale
+
+
+class Nothing(Alone):
+    """Samples that count for nothing, of a process that makes a pass since others make it."""
+
+    def weigh(self, loss: LossValue) -> Tensor:
+        """Return 0, with a gradient."""
+        return loss.value.nan_to_num() * 0.0
+
+    def of_numbers(self, losses: Sequence[LossValue]) -> tuple[Any, bool]:  # noqa: ARG002 - as of a window
+        """As for `WindowWeights`."""
+        return 0.0, False
+
+
+def refuse_nothing(knowledge: LossKnowledge, loss: LossValue) -> None:
+    """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting for a device."""
+    weight, value = loss.weight, loss.value
+    if weight is not None:
+        is_empty = (not isinstance(weight, Tensor) or weight.is_cpu) and not float(weight)
+    elif knowledge.default is not None or isinstance(value, FakeTensor) or not value.requires_grad:
+        return
+    else:
+        is_empty = not weight_at_once(value) and any(
+            isinstance(one.weight, float) and not one.weight for one in read(value)
+        )
+    if is_empty:
+        raise nothing_counts(loss.name)
+
+
+def _compiled(summands: Sequence[ReadTerm]) -> str:
+    """Return what to say where a loss is compiled code; "" if it is not."""
+    is_compiled = any(one.weight is None and one.end is not None and one.end.name() == COMPILED for one in summands)
+    return "has a graph that cannot be read, as compiled code has none" if is_compiled else ""
 
 
 def _scaling(factor: float) -> Any:
@@ -288,11 +372,3 @@ def _scaling(factor: float) -> Any:
         return tuple(None if one is None else one * factor for one in gradients)
 
     return scaled
-
-
-def nothing_counts(why: str) -> InvalidInputError:
-    """Return the error for a window in which nothing counts."""
-    return InvalidInputError(
-        f"no target of this window counts ({why}), so the mean loss over it does not exist (a division by 0); leave "
-        "such samples out"
-    )

@@ -138,6 +138,7 @@ class Accumulator:
         scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None,
         half: str | None = None,
         batches: Callable[[], int] | None = None,
+        is_models_own: bool = False,
     ) -> None:
         """Make the parts.
 
@@ -149,7 +150,8 @@ class Accumulator:
             half: "bf16" or "fp16" if the model casts to it by itself, so that messages name it, and what is compared is
                 compared as it rounds.
             batches: Returns how many batches a framework makes an optimizer step of, by which its backward pass
-            divides.
+                divides.
+            is_models_own: Whether the model, or a framework, computes the loss, and no function of the user's.
         """
         _check_functions(options, closure)
         self._notices = notices = options.notices or Notices(holds_choices=True)
@@ -170,6 +172,7 @@ class Accumulator:
             further=[module for module in dict.fromkeys(used) if module not in losses],
             scale=scale,
         )
+        self._step.objective.knowledge.is_models_own |= is_models_own
         if half in _HALVES:
             self._step.precision.name, self._step.objective.casts_itself = half, True
         if batches is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import leaves_of, map_leaves
-from autoaccum._loss.terms import in_full
+from autoaccum._loss.loss_values import in_full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window, count
-from autoaccum._loss.terms import is_pair
+from autoaccum._loss.loss_values import is_pair
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._joined_parts import joined
@@ -64,6 +64,7 @@ class Training:
             scale=getattr(plugin, "scaler", None),
             half=_PRECISIONS.get(str(plugin.precision)),
             batches=lambda: trainer.accumulate_grad_batches,
+            is_models_own=True,
         )
 
     def training_step(self, batch: Any, *further: Any) -> Any:

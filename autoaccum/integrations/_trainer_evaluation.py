@@ -18,8 +18,8 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_forms import Weighting
-from autoaccum._loss.terms import Form
+from autoaccum._loss.evaluated import sum_and_weight
+from autoaccum._loss.loss_values import LossValue
 from autoaccum._system.attributes import replaced
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._joined_parts import mean
@@ -96,23 +96,25 @@ class EvaluationInParts:
 
     def _loss_of(self, window: Window, sizes: Sequence[int], losses: Sequence[Any]) -> Any:
         """Return the loss of a batch, given those of its parts."""
-        known = self._step.objective.weights
+        knowledge = self._step.objective.knowledge
         self._step.objective.begin_window()
         starts = itertools.accumulate(sizes, initial=0)
         parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         for samples in (window, *parts):
             check_losses(self._step, samples, self._savepoint.like_it())
-        forms = known.forms.get(_LOSS, ())
-        if known.weighting is Weighting.SUM or (forms and all(form.form is Form.SUM for form in forms)):
+        if all(not known.is_weighed for known in knowledge.summands.get(_LOSS, ())):
             return torch.stack(list(losses)).sum()
-        weights = [known.multiplier_and_weight(_LOSS, *of_part)[1] for of_part in zip(parts, losses, strict=True)]
-        return mean(losses, list(map(float, weights)))
+        values = [LossValue(_LOSS, loss) for loss in losses]
+        weights = [float(sum_and_weight(knowledge, *of_part)[1]) for of_part in zip(values, parts, strict=True)]
+        return mean(losses, weights)
 
     @cached_property
     def _step(self) -> GradientStep:
         """By which the loss in evaluation is read and checked."""
         options = Options(loss=[Closure(self._loss)], precision="fp32", split=self._split)
-        return assemble_without_optimizer(self.model, options, memory=self._memory, notices=self._notices)
+        step = assemble_without_optimizer(self.model, options, memory=self._memory, notices=self._notices)
+        step.objective.knowledge.is_models_own = True
+        return step
 
     def _loss(self, batch: Mapping[str, Any]) -> Any:
         trainer = self._trainer

@@ -17,7 +17,6 @@ from autoaccum._data.batches import Window
 from autoaccum._data.reading import refuse_flattened
 from autoaccum._data.splits import PackedRows
 from autoaccum._engine.options import Options
-from autoaccum._loss.terms import Form
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
@@ -245,9 +244,9 @@ class Windows:
 
     def _counted_again(self, accumulator: Accumulator, held: Sequence[Held], sizes: Sequence[int]) -> float:
         """Return by how much the report's loss exceeds the window's: beside a sum, a router's counts each time."""
-        trainer, known = self._trainer, accumulator._step.objective.weights.forms.values()
+        trainer = self._trainer
         losses = [value for one in held for value in one.get(("train", "aux_loss"), ())]
-        if not losses or not {Form.SUM, Form.UNCONFIRMED} <= {form.form for forms in known for form in forms}:
+        if not losses or not accumulator._step.objective.knowledge.counts_again:
             return 0.0
         own = [sum(losses), sum(map(mul, losses, sizes)), sum(sizes)]
         of_ranks = trainer.accelerator.gather(torch.tensor([own], device=trainer.args.device))
@@ -289,7 +288,12 @@ class Windows:
             options = replace(self._options, device=self._options.device or self._trainer.args.device)
             # The model casts by itself.
             self._accumulator = Accumulator._of(
-                model, options, closure=self._loss, scale=accelerator.scaler, half=accelerator.mixed_precision
+                model,
+                options,
+                closure=self._loss,
+                scale=accelerator.scaler,
+                half=accelerator.mixed_precision,
+                is_models_own=True,
             )
         return self._accumulator
 

@@ -1,14 +1,10 @@
-"""What several ranks, or single samples, show of the summands of a loss."""
+"""What several ranks show of the summands of a loss."""
 
 import pytest
-import torch
-from torch import nn
 
 import autoaccum
-from autoaccum._data.batches import Window
 from autoaccum._loss.knowledge import LossKnowledge
 from autoaccum._loss.summands import ADDED, BY_SAMPLES, Known, Reduction
-from by_summands import BySummands
 
 LABELS, ROWS = ("labels", "[1]"), ("samples", "")
 
@@ -62,20 +58,3 @@ def test_loss_of_torch_that_is_exchanged_for_another_is_not_stated_any_more():
 
     assert not made.is_stated
     assert made.summands == {}
-
-
-@pytest.mark.parametrize(
-    ("loss", "reduction"),
-    [
-        (lambda outputs: outputs.sum(1).mean(), Reduction.MEAN),
-        (lambda outputs: outputs.sum() / 64, Reduction.SUM),
-        (lambda outputs: outputs.sum(), Reduction.SUM),
-    ],
-)
-def test_single_samples_show_what_their_graphs_say(loss, reduction):
-    model = nn.Linear(3, 2)
-    made = BySummands(lambda inputs: loss(model(inputs)), model)
-
-    (known,) = made.check().alone(Window([torch.randn(5, 3)]))["loss"]
-
-    assert known.reduction is reduction

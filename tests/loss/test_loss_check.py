@@ -251,7 +251,7 @@ def test_random_augmentation_in_forward_is_trained(loss):
 
 def test_buffer_that_moves_leaves_the_loss_checked():
     """Every model here counts its passes."""
-    said = r"neither a mean nor a sum over samples \(it is .* for 8 samples, and .* for 3 and .* for 5 of them\)"
+    said = r"its sums over parts of a batch do not add up \(it is .* for 8 samples, and .* for 3 and .* for 5 of them\)"
     with pytest.raises(autoaccum.InvalidInputError, match=said):
         train(Between(lambda x: x).double(), info_nce, pair())
 

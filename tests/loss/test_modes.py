@@ -65,8 +65,8 @@ def step(model, loss, batch=PAIR, **options):
     return runner.step(batch).warnings
 
 
-def test_term_of_training_mode_is_told():
-    with pytest.warns(autoaccum.LossWarning, match="term 2 of 2 is neither a mean nor a sum"):
+def test_term_of_training_mode_is_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match="term 2 of 2 of loss 'with_aux' is neither a mean nor a sum"):
         step(Gate(), [with_aux])
 
 

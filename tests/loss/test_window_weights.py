@@ -1,50 +1,16 @@
-"""Sums with weights: each form of a loss is exact, or said not to be, by its summands alone."""
+"""Sums with weights: every loss of several summands is exact, or said not to be."""
+
+import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from across.test_loss_forms_generated import LOSSES_OF_TERMS, WINDOWS, Loss, Term, numbers
-from by_summands import BySummands, by_summands
-from gradients import cuts
-from loss_forms import FORMS, Form, N, ce, focal, window
-from loss_outcomes import outcome
-
-# A number that nothing tells from max(41, n), where 39 labels are in the samples that are tried, and 45 in all.
-MAY_BE_CLAMPED = "num_items tensor"
-
-
-@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.precision == "fp32"])
-def test_form_of_a_loss_is_exact_or_said_not_to_be(name):
-    allowed = FORMS[name].allowed.split(" or ") + ["warned"] * (name == MAY_BE_CLAMPED)
-
-    assert outcome(FORMS[name], by_summands) in allowed
-
-
-@pytest.mark.parametrize("examples", [20, pytest.param(600, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_no_loss_trains_silently_wrong(dtype, examples):
-    @settings(
-        max_examples=examples,
-        phases=[Phase.reuse, Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-    @given(loss=LOSSES_OF_TERMS, several=WINDOWS, seed=st.integers(0, 99), cut=cuts(N))
-    def assert_of(loss, several, seed, cut):
-        windows = [window(number, *map(numbers, each), seed) for number, each in enumerate(several)]
-        mixes = len(loss.terms) > 1 and not loss.is_named
-        low = {"lr": 0.1, "tolerance": 1e-3} if dtype is torch.float32 else {"lr": 1e-3, "tolerance": 1e-8}
-
-        found = outcome(Form(loss, cut=cut, dtype=dtype, mixes=mixes, **low), by_summands, windows)
-
-        assert not found.startswith("wrong"), found
-
-    assert_of()
-
+import autoaccum
+from across.test_loss_forms_generated import Loss, Term, numbers
+from loss_forms import FORMS, Form, ce, focal, window
+from loss_outcomes import by_runner, outcome
 
 # --- clamped divisors -------------------------------------------------------------------------------------------------
 
@@ -87,7 +53,7 @@ def test_clamped_divisor_is_exact_or_said_not_to_be(name, least, positive, seed)
         return CLAMPED[name](o, b, b["has"].sum().clamp(min=least))
 
     form = Form(loss, cut=CUT, tolerance=1e-6, mixes="+" in name)
-    found = outcome(form, by_summands, [large(number, positive, 100 + seed) for number in range(5)])
+    found = outcome(form, by_runner, [large(number, positive, 100 + seed) for number in range(5)])
 
     assert not found.startswith("wrong"), found
 
@@ -95,136 +61,136 @@ def test_clamped_divisor_is_exact_or_said_not_to_be(name, least, positive, seed)
 # --- several divisors -------------------------------------------------------------------------------------------------
 
 
-def gradient(run, model, batch, sizes):
-    """The gradient by summands of a third window like the others, what was warned of, and that of the whole batch."""
-    made = BySummands(run, model)
-    for _ in range(3):
-        made.window(batch, sizes)
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    run(batch).backward()
-    return found, made, [parameter.grad for parameter in model.parameters()]
+class Trained:
+    """Leaves the gradients of batches by an Accumulator, and of a plain backward pass.
+
+    Attributes:
+        passes: Of the model with more than a check's samples, or in a window that is checked.
+    """
+
+    def __init__(self, run, model, micro_batch):
+        self.run, self.model, self.passes = run, model, 0
+        model.register_forward_pre_hook(self.count)
+        self.accumulator = autoaccum.Accumulator(
+            model, closure=lambda batch: model(run, batch), micro_batch=micro_batch, device="cpu", precision="fp32"
+        )
+
+    def count(self, *_):
+        self.passes += 1
+
+    def assert_exact(self, batch, seed=None):
+        self.model.zero_grad()
+        if seed is not None:
+            torch.manual_seed(seed)
+        with warnings.catch_warnings(action="error"):
+            self.report = self.accumulator.backward(batch)
+        found = [parameter.grad.clone() for parameter in self.model.parameters()]
+        self.model.zero_grad()
+        if seed is not None:
+            torch.manual_seed(seed)
+        parts = [batch] if seed is None else batch.split(self.report.micro_batches)
+        for part in parts:
+            self.run(self.model, part).backward()
+        torch.testing.assert_close(found, [parameter.grad for parameter in self.model.parameters()])
 
 
-def tasks():
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"depth": nn.Linear(10, 1), "label": nn.Linear(10, 4)}).double()
-    model.log_variances = nn.Parameter(torch.zeros(2).double())
-    inputs, depths, labels = torch.randn(14, 10).double(), torch.randn(14).double(), torch.randint(4, (14,))
-    mask = torch.rand(14) < 0.7
+class Called(nn.ModuleDict):
+    """Modules, whose pass is a function of theirs."""
 
-    def loss(batch):
-        inputs, depths, labels, mask = batch
-        square = ((model["depth"](inputs)[:, 0] - depths) ** 2 * mask).sum() / mask.sum()
-        entropy = functional.cross_entropy(model["label"](inputs), labels)
-        first, second = model.log_variances
-        return (-first).exp() * square + first + (-second).exp() * entropy + second
+    def forward(self, run, batch):
+        return run(self, batch)
 
-    return model, loss, (inputs, depths, labels, mask)
+
+def of_tasks(model, batch):
+    inputs, depths, labels, mask = batch
+    square = ((model["depth"](inputs)[:, 0] - depths) ** 2 * mask).sum() / mask.sum()
+    entropy = functional.cross_entropy(model["label"](inputs), labels)
+    first, second = model.log_variances
+    return (-first).exp() * square + first + (-second).exp() * entropy + second
 
 
 def test_learned_weights_of_tasks_are_exact():
-    model, loss, batch = tasks()
+    torch.manual_seed(0)
+    model = Called({"depth": nn.Linear(10, 1), "label": nn.Linear(10, 4)}).double()
+    model.log_variances = nn.Parameter(torch.zeros(2).double())
+    made = Trained(of_tasks, model, 5)
 
-    found, made, expected = gradient(loss, model, batch, (5, 5, 4))
-
-    torch.testing.assert_close(found, expected)
-    assert not made.knowledge.warnings
-    assert not made.remade
+    for _ in range(3):
+        inputs, depths, labels = torch.randn(14, 10).double(), torch.randn(14).double(), torch.randint(4, (14,))
+        made.assert_exact((inputs, depths, labels, torch.rand(14) < 0.7))
+    assert made.report.micro_batches == (5, 5, 4)
 
 
 @pytest.mark.parametrize("counts", [1, 2, 4, 5])
 def test_any_number_of_divisors_is_exact_though_the_batch_counts_none(counts):
     torch.manual_seed(0)
-    model, inputs = nn.Linear(10, counts).double(), torch.randn(60, 10).double()
 
-    def loss(inputs):
-        outputs = model(inputs)
+    def loss(model, inputs):
+        outputs = model["all"](inputs)
         kept = (inputs[:, :counts] > 0).double()  # which the loader does not give
         return sum((outputs[:, n].square() * kept[:, n]).sum() / kept[:, n].sum() for n in range(counts))
 
-    found, made, expected = gradient(loss, model, inputs, (20, 25, 15))
+    made = Trained(loss, Called({"all": nn.Linear(10, counts)}).double(), 20)
 
-    torch.testing.assert_close(found, expected)
-    assert not made.knowledge.warnings
+    for _ in range(5):
+        made.assert_exact(torch.randn(60, 10).double())
 
 
 @pytest.mark.parametrize("penalty", [torch.abs, torch.square])
 def test_penalty_on_parameters_counts_once(penalty):
     torch.manual_seed(0)
-    model, inputs, labels = nn.Linear(10, 4).double(), torch.randn(12, 10).double(), torch.randint(4, (12,))
 
-    def loss(batch):
+    def loss(model, batch):
         of_weights = sum(penalty(parameter).sum() for parameter in model.parameters())
-        return functional.cross_entropy(model(batch[0]), batch[1]) + 0.01 * of_weights
+        return functional.cross_entropy(model["all"](batch[0]), batch[1]) + 0.01 * of_weights
 
-    found, made, expected = gradient(loss, model, (inputs, labels), (4, 4, 4))
+    made = Trained(loss, Called({"all": nn.Linear(10, 4)}).double(), 4)
 
-    torch.testing.assert_close(found, expected)
-    assert not made.knowledge.warnings
+    for _ in range(3):
+        made.assert_exact((torch.randn(12, 10).double(), torch.randint(4, (12,))))
 
 
-def test_weight_that_changes_from_step_to_step_is_followed():
+def test_weight_that_changes_from_step_to_step_is_followed_in_one_pass_each():
     torch.manual_seed(0)
-    model = nn.ModuleDict({"label": nn.Linear(10, 4), "latent": nn.Linear(10, 3)}).double()
     factor = 0.0
 
-    def loss(batch):
+    def loss(model, batch):
         inputs, labels = batch
-        return (
-            functional.cross_entropy(model["label"](inputs), labels)
-            + factor * model["latent"](inputs).square().sum(1).mean()
-        )
+        square = model["latent"](inputs).square().sum(1).mean()
+        return functional.cross_entropy(model["label"](inputs), labels) + factor * square
 
-    made = BySummands(loss, model)
+    made = Trained(loss, Called({"label": nn.Linear(10, 4), "latent": nn.Linear(10, 3)}).double(), 4)
     for step in range(1, 12):
-        factor = min(1.0, step / 10)
-        batch = torch.randn(12, 10).double(), torch.randint(4, (12,))
-        made.window(batch, (4, 4, 4))
-        found = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        loss(batch).backward()
-        torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
-    assert not made.remade
-    assert not made.knowledge.warnings
+        factor, made.passes = min(1.0, step / 10), 0
+        made.assert_exact((torch.randn(12, 10).double(), torch.randint(4, (12,))))
+        assert made.passes == 3 or step & (step - 1) == 0  # and those of a check
 
 
 def test_sums_of_which_one_alone_is_random_are_added():
     torch.manual_seed(0)
-    model = nn.ModuleDict(
+    model = Called(
         {"in": nn.Linear(20, 16), "mean": nn.Linear(16, 4), "log": nn.Linear(16, 4), "out": nn.Linear(4, 20)}
     ).double()
 
-    def loss(inputs):
+    def loss(model, inputs):
         hidden = model["in"](inputs).relu()
         mean, log = model["mean"](hidden), model["log"](hidden)
         latent = mean + torch.randn_like(mean) * (0.5 * log).exp()
         entropy = functional.binary_cross_entropy_with_logits(model["out"](latent), inputs, reduction="sum")
         return entropy - 0.5 * (1 + log - mean.square() - log.exp()).sum()
 
-    inputs, made = torch.rand(12, 20).double(), BySummands(loss, model)
-    torch.manual_seed(1)
-    made.window(inputs, (4, 4, 4))
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    torch.manual_seed(1)
-    for part in inputs.split(4):
-        loss(part).backward()
-
-    torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
-    assert not made.knowledge.warnings
+    Trained(loss, model, 4).assert_exact(torch.rand(12, 20).double(), seed=1)
 
 
 def test_window_is_checked_again_where_a_count_had_fitted_by_accident():
     torch.manual_seed(0)
-    model, made = nn.Linear(10, 2).double(), None
 
-    def loss(batch):
-        outputs = model(batch["inputs"])
+    def loss(model, batch):
+        outputs = model["all"](batch["inputs"])
         hidden = batch["inputs"][:, 0].abs() if batch["later"][0] else batch["mask"]
         return (outputs[:, 0].square() * hidden).sum() / hidden.sum() + outputs[:, 1].square().mean()
 
-    made = BySummands(loss, model)
+    made = Trained(loss, Called({"all": nn.Linear(10, 2)}).double(), 4)
     for number in range(8):
         batch = {
             "inputs": torch.randn(12, 10).double(),
@@ -232,12 +198,23 @@ def test_window_is_checked_again_where_a_count_had_fitted_by_accident():
             "later": torch.full((12,), number > 4),
         }
         batch["mask"][:3] = 1.0
-        made.window(batch, (4, 4, 4))
-        found = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        loss(batch).backward()
-        torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
-    assert not made.knowledge.warnings
+        made.assert_exact(batch)
+
+
+def test_window_that_is_made_again_draws_what_it_drew_before():
+    torch.manual_seed(0)
+    drawn = []
+
+    def loss(model, batch):
+        drawn.append(torch.rand(()).item())
+        kept = (functional.dropout(batch[:, :2].abs() + 1.0, 0.5) > 0).double()
+        outputs = model["all"](batch)
+        return sum((outputs[:, n].square() * kept[:, n]).sum() / kept[:, n].sum() for n in range(2))
+
+    made = Trained(loss, Called({"all": nn.Linear(10, 2)}).double(), 20)
+    made.accumulator.backward(torch.randn(60, 10).double())
+
+    assert drawn[-3:] == drawn[-6:-3]
 
 
 @pytest.mark.parametrize("beside", ["mean", "sum"])
@@ -247,7 +224,7 @@ def test_term_that_compares_samples_is_refused_beside_a_mean_and_warned_of_besid
     def loss(o, b):
         return ce(o, b["y"], reduction=beside) + 0.1 * o.mean((0, 1)).square().sum()
 
-    found = outcome(Form(loss, form.model, tolerance=1.0), by_summands)
+    found = outcome(Form(loss, form.model, tolerance=1.0), by_runner)
 
     assert found == ("refused" if beside == "mean" else "warned")
 
@@ -259,4 +236,4 @@ def test_mean_that_is_divided_again_is_told_though_it_was_divided_by_1_when_it_w
     windows = [window(number, *map(numbers, each), 59) for number, each in enumerate(several)]
     form = Form(Loss((term, term), is_named=True), cut=(6, 4), lr=1e-3, tolerance=1e-8)
 
-    assert outcome(form, by_summands, windows) == "warned"
+    assert outcome(form, by_runner, windows) == "warned"

@@ -11,9 +11,18 @@ from helpers import runner_of
 @pytest.mark.parametrize(
     ("pair", "said"),
     [
-        (lambda losses, mask: ((losses * mask).sum(), mask.mean()), "second halves do not add up: .* a pair means"),
-        (lambda losses, mask: ((losses * mask).sum() / mask.sum(), mask.sum()), "first half is a mean; a pair means"),
-        (lambda losses, mask: ((losses * mask).sum(), mask.sum().clamp(min=8)), "second halves do not add up"),
+        (
+            lambda losses, mask: ((losses * mask).sum(), mask.mean()),
+            "the weights of loss 'loss' do not add up: .* a pair means",
+        ),
+        (
+            lambda losses, mask: ((losses * mask).sum() / mask.sum(), mask.sum()),
+            "loss 'loss' is a pair whose first half is a mean; a pair means",
+        ),
+        (
+            lambda losses, mask: ((losses * mask).sum(), mask.sum().clamp(min=8)),
+            "the weights of loss 'loss' do not add up",
+        ),
     ],
     ids=["accuracy", "mean", "clamped"],
 )
@@ -24,5 +33,5 @@ def test_pair_that_is_no_sum_and_weight_is_refused(pair, said):
         nn.Linear(3, 2), samples=8, micro_batch=4, loss=lambda outputs, mask: pair(outputs.square().sum(1), mask)
     )
 
-    with pytest.raises(InvalidInputError, match=f"loss 'loss' is a pair whose {said}"):
+    with pytest.raises(InvalidInputError, match=said):
         runner.step((torch.arange(24.0).view(8, 3), mask))

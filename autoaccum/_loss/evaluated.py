@@ -1,0 +1,110 @@
+"""What the losses of an evaluation add up to: the sum S and the weight w of some samples."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from autoaccum._data.nesting import numbers_in
+from autoaccum._loss.batch_counts import has_no_labels, in_words
+from autoaccum._loss.knowledge import RecheckWindow, changed
+from autoaccum._loss.summand_weights import counted
+from autoaccum._loss.summands import Reduction, Source, is_same
+from autoaccum._loss.window_weights import WindowWeights
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autoaccum._data.batches import Window
+    from autoaccum._loss.knowledge import LossKnowledge
+    from autoaccum._loss.loss_values import LossValue
+    from autoaccum._loss.summands import Known
+
+
+def is_read(knowledge: LossKnowledge) -> bool:
+    """Whether the graph of a loss says its weight, so that an evaluation needs one."""
+    return any(known.source is Source.GRAPH and known.is_weighed for _, known in knowledge.items())
+
+
+def sum_and_weight(
+    knowledge: LossKnowledge, loss: LossValue, window: Window, *, may_check: bool = False
+) -> tuple[Any, Any]:
+    """Return what a loss of some samples is multiplied by for its sum, and the weight of that.
+
+    Args:
+        knowledge: What is known of the losses.
+        loss: The loss.
+        window: The samples.
+        may_check: Whether to ask for a check that may tell which count is meant.
+
+    Raises:
+        RecheckWindow: It is not what is known of it.
+    """
+    if loss.weight is not None:
+        return (1.0 if loss.is_sum else loss.weight), loss.weight
+    known, samples = knowledge.summands.get(loss.name), float(window.samples)
+    if known is None:
+        raise RecheckWindow(changed(loss.name, "was not there when it was checked"))
+    if (number := known[0].number) is not None:
+        span = window.spans[0]
+        value = numbers_in(span.piece.batch)[number]
+        return value, value * span.samples / span.piece.samples
+    if not any(one.is_weighed for one in known):
+        return 1.0, samples
+    if len(known) > 1:
+        return _of_several(knowledge, loss, known, window)
+    (only,) = known
+    if only.source is Source.GRAPH and not loss.value.requires_grad:
+        weight = _without_graph(knowledge, loss, only, window, may_check=may_check)
+        return weight, weight
+    weights = WindowWeights(knowledge, window)
+    weights.enter(0, window.samples, None)
+    (divisor,) = weights.note(loss)
+    return divisor, weights.weight_of(loss.name)
+
+
+def _of_several(
+    knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window
+) -> tuple[float, float]:
+    """Return how a loss of several summands counts, whose values are not known: by what all share, or by samples."""
+    if loss.value.requires_grad and all(one.reduction is Reduction.MEAN for one in known):
+        weights = WindowWeights(knowledge, window)
+        weights.enter(0, window.samples, None)
+        units = [float(weight) / one.per_sample for weight, one in zip(weights.note(loss), known, strict=True)]
+        if all(is_same(one, units[0]) for one in units):
+            return units[0], units[0]
+    knowledge.warn(
+        f"loss {loss.name!r} has terms that are divided by numbers of their own, of which an evaluation knows the sum "
+        "alone: it weighs micro-batches by their samples; return the terms by name"
+    )
+    weight = 0.0 if bool(loss.value.detach().isnan()) else float(window.samples)
+    return weight, weight
+
+
+def _without_graph(
+    knowledge: LossKnowledge, loss: LossValue, known: Known, window: Window, *, may_check: bool
+) -> float:
+    """Return the weight of a loss that the model computes itself: by what it was in training."""
+    value = loss.value.detach()
+    numbers = counted(window, 0, window.samples, frozenset(known.hints)) if known.hints else {}
+    if not numbers:
+        knowledge.warn(
+            f"loss {loss.name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
+            "the evaluation's mean weighs micro-batches by their samples"
+        )
+        return 0.0 if bool(value.isnan()) and has_no_labels(window) else float(window.samples)
+    if not all(numbers.values()):
+        if math.isnan(number := float(value)):
+            return 0.0
+        # Something counts where a mean is not 0.
+        numbers = {count: n for count, n in numbers.items() if n or not number} or numbers
+    weights = {count: number * known.hints[count] for count, number in numbers.items()}
+    least = min(weights.values())
+    if not all(is_same(one, least) for one in weights.values()):
+        counts = " or ".join(sorted(map(in_words, weights)))
+        said = f"what loss {loss.name!r} is divided by could be {counts}, which differ in an evaluation"
+        if may_check and knowledge.asks_again():
+            raise RecheckWindow(InvalidInputError(said))
+        knowledge.warn(f"{said}: it weighs micro-batches by the least; return a (sum, weight) pair")
+    return least

@@ -1,0 +1,141 @@
+"""Settles a window: what its processes multiply their gradients by, once the weights of all micro-batches are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from autoaccum._loss.summands import is_same
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from autoaccum._loss.batch_counts import Count
+    from autoaccum._loss.knowledge import LossKnowledge
+    from autoaccum._loss.summands import SummandKey
+
+# The relative difference up to which quotients of predicted and true weights are one number.
+ONE_NUMBER = 1e-6
+# That of a window's weights, in two passes through it, from which a warning tells of it.
+_MOVES = 1e-3
+_ROUNDING = 1e-14  # of double precision
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What is known of the weights of a window before it is computed, or computed again.
+
+    Attributes:
+        weights: What predicts the weight of each summand; or the weights themselves, as a pass has shown them.
+        samples: The samples of the window, over all processes.
+        is_exact: Whether they are the weights themselves.
+        scale: A factor for all losses, to compensate for a reduction that divides gradients.
+    """
+
+    weights: Mapping[SummandKey, float]
+    samples: int
+    is_exact: bool = False
+    scale: float = 1.0
+
+
+class NotSettled(Exception):  # noqa: N818 - it is no error of the user's
+    """The weights of a window were predicted wrong: it is made again.
+
+    Args:
+        weights: The true ones; None if they are not sure.
+    """
+
+    def __init__(self, weights: Mapping[SummandKey, float] | None) -> None:
+        super().__init__("weights were predicted wrong")
+        self.weights = weights
+
+
+class PartWeights(NamedTuple):
+    """What a process tells of the weights of its part of a window.
+
+    Attributes:
+        weights: By summand: its weight, what predicted that, and the least that the window's can be.
+        exists: By name, whether a loss is finite wherever nothing counts in it.
+        counts: By sums that may be clamped: the counts of the part, and the most in a micro-batch.
+    """
+
+    weights: Mapping[SummandKey, tuple[float, float, float]] = {}
+    exists: Mapping[str, bool] = {}
+    counts: Mapping[SummandKey, Mapping[Count, tuple[float, float]]] = {}
+
+
+def settle(knowledge: LossKnowledge, parts: Sequence[PartWeights], *, is_exact: bool) -> list[float]:
+    """Return what the gradients and losses of each part are multiplied by; all processes find the same.
+
+    Args:
+        knowledge: What is known of the losses; that of sums is narrowed down.
+        parts: What the processes tell.
+        is_exact: Whether weights were predicted by those of an earlier pass.
+
+    Raises:
+        NotSettled: The predictions of some part are not off by one number.
+        InvalidInputError: Nothing counts in the window, and its loss does not exist.
+    """
+    totals: dict[SummandKey, float] = {}
+    for key in {key: None for part in parts for key in part.weights}:
+        found = [part.weights[key] for part in parts if key in part.weights]
+        total, least = sum(weight for weight, *_ in found), max(one for *_, one in found)
+        totals[key] = max(total, least) if least else total
+        exists = [part.exists[key[0]] for part in parts if key[0] in part.exists]
+        if not totals[key] and not (exists and all(exists)):
+            raise nothing_counts(key[0])
+    _look_for_clamps(knowledge, parts)
+    ratios = [
+        [
+            *(
+                predicted / totals[key]
+                for key, (weight, predicted, least) in part.weights.items()
+                if totals[key] and (weight or least)  # what has a gradient
+            ),
+            *([1.0] if knowledge.has_sum else []),
+        ]
+        for part in parts
+    ]
+    of_any = next((own for own in ratios if own), [1.0])
+    ratios = [own or of_any for own in ratios]  # of nothing, which shards of a gradient that all hold are not
+    off = max((max(own) - min(own)) / max(map(abs, own)) for own in ratios)
+    if not is_exact:
+        knowledge.failures = knowledge.failures + 1 if off > ONE_NUMBER else 0
+        if off > ONE_NUMBER:
+            raise NotSettled(totals)
+    elif off > _MOVES:
+        knowledge.warn(
+            "what the loss is divided by is not the same in two passes over a window, so its gradient may differ from "
+            "the whole batch's; return (sum, weight) pairs"
+        )
+    return [1.0 if knowledge.has_sum or is_same(own[0], 1.0, _ROUNDING) else own[0] for own in ratios]
+
+
+def _look_for_clamps(knowledge: LossKnowledge, parts: Sequence[PartWeights]) -> None:
+    """Warn of a sum that may be divided by max(k, n), where n is at most k in all micro-batches, and more in all."""
+    for key in {key: None for part in parts for key in part.counts}:
+        known = knowledge.summands[key[0]][key[1]]
+        more: set[Count] = set()
+        may_be = False
+        for count in known.hints:
+            found = [part.counts[key][count] for part in parts if count in part.counts.get(key, ())]
+            total = sum((number for number, _ in found), start=0.0)
+            if total > known.least and total.is_integer():
+                more.add(count)
+                may_be |= all(largest <= known.least for _, largest in found)
+        if may_be:
+            knowledge.warn_of_divisor(key[0], known.least)
+        if more:
+            hints = {count: each for count, each in known.hints.items() if count not in more}
+            of_name = list(knowledge.summands[key[0]])
+            of_name[key[1]] = replace(known, hints=hints)
+            knowledge.summands[key[0]] = tuple(of_name)
+
+
+def nothing_counts(name: str) -> InvalidInputError:
+    """Return the error for a window in which nothing counts, which every rank raises."""
+    return InvalidInputError(
+        f"no target of this window counts (what loss {name!r} is divided by is 0), so the mean loss over it, a "
+        "division by 0, does not exist; leave such samples out"
+    )
