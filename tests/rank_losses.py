@@ -50,6 +50,10 @@ LOSSES = {
         "size": outputs.pow(2).mean(),
         "masked": _masked(outputs, targets),
     },
+    "pair and mean": lambda outputs, targets: {
+        "tokens": (_entropy(outputs, targets, reduction="sum"), _counted(targets)),
+        "size": outputs.pow(2).mean(),
+    },
     "mean and vector": lambda outputs, targets: {
         "tokens": _entropy(outputs, targets),
         "size": outputs.pow(2).mean((1, 2)),

@@ -83,10 +83,6 @@ def two_means(outputs, targets):
     return {"size": outputs.pow(2).mean(), "tokens": tokens}
 
 
-def two_divisors(outputs, targets):
-    return of_tokens(outputs, targets) + outputs.pow(2).mean()
-
-
 def tokens_if_all_count(outputs, targets):
     return of_tokens(outputs, targets) if (targets != -100).all() else outputs.pow(2).sum()
 

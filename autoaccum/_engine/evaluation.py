@@ -20,7 +20,7 @@ from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.window_loss import WindowLoss
-from autoaccum._loss.evaluated import is_read, sum_and_weight
+from autoaccum._loss.evaluated import is_ambiguous, is_read, sum_and_weight
 from autoaccum._loss.knowledge import RecheckWindow
 from autoaccum._loss.loss_values import in_full, is_pair
 from autoaccum._loss.modes import evaluation_mode
@@ -312,9 +312,7 @@ class Evaluator:
         for loss in values:
             if not loss.is_reported:
                 is_known = self._may_check or loss.weight is not None or loss.name in knowledge.summands
-                shares.append(
-                    sum_and_weight(knowledge, loss, part, may_check=self._may_check) if is_known else (samples, samples)
-                )
+                shares.append(sum_and_weight(knowledge, loss, part) if is_known else (samples, samples))
                 sums.add(_LOSS, loss.name, _times(loss.value, shares[-1][0]), shares[-1][1])
         # A number reported beside a loss is weighted as that.
         is_sum = bool(knowledge.summands) and not any(known.is_weighed for _, known in knowledge.items())
@@ -333,6 +331,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
         InvalidInputError: A loss cannot be put together from micro-batches.
     """
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
+    objective.knowledge.is_checked &= not is_ambiguous(objective.knowledge, window)
     is_alone = window.samples == 1  # a check sees the divisor alone
     if objective.knowledge.is_stated or not objective.needs_check(window, halves, is_part=is_alone, is_due=False):
         return

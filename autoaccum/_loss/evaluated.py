@@ -11,12 +11,12 @@ from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.summand_weights import counted
 from autoaccum._loss.summands import Reduction, Source, is_same
 from autoaccum._loss.window_weights import WindowWeights
-from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.summands import Known
@@ -27,16 +27,17 @@ def is_read(knowledge: LossKnowledge) -> bool:
     return any(known.source is Source.GRAPH and known.is_weighed for _, known in knowledge.items())
 
 
-def sum_and_weight(
-    knowledge: LossKnowledge, loss: LossValue, window: Window, *, may_check: bool = False
-) -> tuple[Any, Any]:
-    """Return what a loss of some samples is multiplied by for its sum, and the weight of that.
+def is_ambiguous(knowledge: LossKnowledge, window: Window) -> bool:
+    """Whether counts that a mean may be divided by, which were alike when it was checked, differ in some samples.
 
-    Args:
-        knowledge: What is known of the losses.
-        loss: The loss.
-        window: The samples.
-        may_check: Whether to ask for a check that may tell which count is meant.
+    Not so where further checks have told no more of them, several times.
+    """
+    hinted = [known for _, known in knowledge.items() if known.source is Source.GRAPH and len(known.hints) > 1]
+    return any(not _are_same(_weights_of(known, window).values()) for known in hinted) and knowledge.asks_again(hinted)
+
+
+def sum_and_weight(knowledge: LossKnowledge, loss: LossValue, window: Window) -> tuple[Any, Any]:
+    """Return what a loss of some samples is multiplied by for its sum, and the weight of that.
 
     Raises:
         RecheckWindow: It is not what is known of it.
@@ -56,7 +57,7 @@ def sum_and_weight(
         return _of_several(knowledge, loss, known, window)
     (only,) = known
     if only.source is Source.GRAPH and not loss.value.requires_grad:
-        weight = _without_graph(knowledge, loss, only, window, may_check=may_check)
+        weight = _without_graph(knowledge, loss, only, window)
         return weight, weight
     weights = WindowWeights(knowledge, window)
     weights.enter(0, window.samples, None)
@@ -82,29 +83,37 @@ def _of_several(
     return weight, weight
 
 
-def _without_graph(
-    knowledge: LossKnowledge, loss: LossValue, known: Known, window: Window, *, may_check: bool
-) -> float:
+def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, window: Window) -> float:
     """Return the weight of a loss that the model computes itself: by what it was in training."""
     value = loss.value.detach()
-    numbers = counted(window, 0, window.samples, frozenset(known.hints)) if known.hints else {}
-    if not numbers:
+    weights = _weights_of(known, window)
+    if not weights:
         knowledge.warn(
             f"loss {loss.name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
             "the evaluation's mean weighs micro-batches by their samples"
         )
         return 0.0 if bool(value.isnan()) and has_no_labels(window) else float(window.samples)
-    if not all(numbers.values()):
+    if not all(weights.values()):
         if math.isnan(number := float(value)):
             return 0.0
         # Something counts where a mean is not 0.
-        numbers = {count: n for count, n in numbers.items() if n or not number} or numbers
-    weights = {count: number * known.hints[count] for count, number in numbers.items()}
-    least = min(weights.values())
-    if not all(is_same(one, least) for one in weights.values()):
+        weights = {count: n for count, n in weights.items() if n or not number} or weights
+    if not _are_same(weights.values()):
         counts = " or ".join(sorted(map(in_words, weights)))
-        said = f"what loss {loss.name!r} is divided by could be {counts}, which differ in an evaluation"
-        if may_check and knowledge.asks_again():
-            raise RecheckWindow(InvalidInputError(said))
-        knowledge.warn(f"{said}: it weighs micro-batches by the least; return a (sum, weight) pair")
-    return least
+        knowledge.warn(
+            f"what loss {loss.name!r} is divided by could be {counts}, which differ in an evaluation: it weighs "
+            "micro-batches by the least; return a (sum, weight) pair"
+        )
+    return min(weights.values())
+
+
+def _weights_of(known: Known, window: Window) -> dict[Count, float]:
+    """Return the weight of a mean by each of its hints: by those that are its weight, if there are any."""
+    hints = {count: each for count, each in known.hints.items() if each == 1.0} or known.hints
+    numbers = counted(window, 0, window.samples, frozenset(hints)) if hints else {}
+    return {count: number * hints[count] for count, number in numbers.items()}
+
+
+def _are_same(weights: Iterable[float]) -> bool:
+    first, *others = weights
+    return all(is_same(one, first) for one in others)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import listed
-from autoaccum._loss.summands import ADDED, STATED, Known, Reduction, Source, in_words, merged
+from autoaccum._loss.summands import STATED, Known, Reduction, Source, in_words, merged, narrowed
 from autoaccum.errors import InvalidInputError, LossWarning
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class LossKnowledge:
         is_tried_now: Whether such a check was tried, whatever it confirmed.
         failures: Windows in a row whose weights were predicted wrong.
         counted: What all ranks count in the window for which losses are tried; None in one process.
-        counts_again: Whether a summand counts once in each micro-batch that neither is a mean nor a sum.
+        counts_again: Whether a summand that compares samples is beside a sum, so that each micro-batch reports it anew.
         warnings: Warnings of gradients that may be wrong.
         tried: The values that a check has compared, by name of the loss, to be shown.
     """
@@ -72,7 +72,7 @@ class LossKnowledge:
         self.tried: dict[str, str] = {}
         self._moving: set[str] = set()  # state that was warned of
         self._owes_warning = False
-        self._asked_again = 0
+        self._asked_of: list[list[Known]] = []
         self._incomplete = 0  # checks in a row that have not confirmed every loss
         self._graphs: set[tuple[Any, ...]] = set()  # the forms of graphs in windows that were checked
 
@@ -132,10 +132,10 @@ class LossKnowledge:
         """Whether a check has compared parts in which something of a loss counts."""
         return name in self.summands and not any(known.is_guess for known in self.summands[name])
 
-    def asks_again(self) -> bool:
-        """Whether an evaluation asks for another check, which may tell what it weighs by: a few times."""
-        self._asked_again += 1
-        return self._asked_again <= _MOST_ASKED
+    def asks_again(self, hinted: list[Known]) -> bool:
+        """Whether an evaluation asks for another check, which may tell which of the hints are meant: a few times."""
+        self._asked_of = [*(one for one in self._asked_of if one == hinted), hinted]
+        return len(self._asked_of) <= _MOST_ASKED
 
     def items(self) -> list[tuple[SummandKey, Known]]:
         """Return all summands, with what is known of them."""
@@ -192,6 +192,8 @@ class LossKnowledge:
             both = merged(known, before) if before and len(before) == len(known) else None
             if is_checked or before is None:
                 self.summands[name] = tuple(known) if both is None else both
+            elif both is not None:
+                self.summands[name] = narrowed(before, known)
             self._refuse_or_warn(name, known)
 
     def _refuse_or_warn(self, name: str, known: Sequence[Known]) -> None:
@@ -213,16 +215,11 @@ class LossKnowledge:
                 "forward, in place of a closure) if it compares samples; normalise before backward() what it "
                 f"normalises; return a (sum, weight) pair; {last}"
             )
-        counts = "counts once in each micro-batch" if Reduction.SUM in others else "counts by samples"
+        self.counts_again |= Reduction.SUM in others
         self.warn(
-            f"{term} is neither a mean nor a sum over samples, as a router's balancing loss is not: it {counts}, and "
-            "its gradient may differ from the whole batch's"
+            f"{term} is neither a mean nor a sum over samples, as a router's balancing loss is not: it counts by "
+            "samples in each micro-batch, and its gradient may differ from the whole batch's"
         )
-        if Reduction.SUM in others:
-            self.counts_again = True
-            self.summands[name] = tuple(
-                ADDED if one.reduction is Reduction.UNCONFIRMED else one for one in self.summands[name]
-            )
 
     def replace(self, key: SummandKey, **changes: Any) -> None:
         """Change what is known of a summand."""

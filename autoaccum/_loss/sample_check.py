@@ -192,20 +192,14 @@ class LossCheck:
             self._explain(name, run, parts, known, again)
         runs = [run, *parts]
         alike = len({len(one.summands) for one in runs}) == 1
-        dead = [
-            one.summands[number].weight == 0.0
-            for number, its in enumerate(known)
-            for one in (runs if alike else [])
-            if one.is_dead(number) and (its.reduction is not Reduction.MEAN or one.summands[number].weight == 0.0)
-        ]
-        if dead:  # nothing counts in a part, so that it says nothing
-            guess = guess_of(runs) if not run.is_stated and alike else list(known)
-            # Nothing counts at all, or weights of 0 say it, or a number of the batch, or an operator of torch.
-            is_told = not bool(run.gradients.any()) or all(dead) or all(one.number is not None for one in guess)
-            is_told |= all(hasattr(one.end, "_saved_reduction") for one in run.summands)
+        dead = {number for number, one in enumerate(known) if alike and _says_nothing(number, one, runs)}
+        if dead:  # nothing counts in a part
+            guess = guess_of(runs)
+            is_told = all(_is_told(number, guess[number], runs) for number in dead)
             self._open[name] = self._open.get(name, True) and is_told
             if not run.is_stated:
-                self._found.setdefault(name, guess)
+                mixed = [guess[number] if number in dead else one for number, one in enumerate(known)]
+                self._found.setdefault(name, mixed)
             return
         if run.is_stated:
             if known[0].reduction is not Reduction.MEAN:
@@ -303,11 +297,8 @@ class LossCheck:
             read = [self._read_alone(source, cut) for cut in cuts]
             for name, summands in read[0].items():
                 alike = [of_row[name] for of_row in read if len(of_row.get(name, ())) == len(summands)]
-                found[name] = (
-                    [_of_single(list(one), counts, whole) for one in zip(*alike, strict=True)]
-                    if len(alike) == len(cuts)
-                    else [by_graph(one) for one in summands]
-                )
+                by_summand = list(zip(*alike, strict=True)) if len(alike) == len(cuts) else []
+                found[name] = _of_singles(by_summand, counts, whole) or [by_graph(one) for one in summands]
         return {} if self.knowledge.is_torch_loss else found
 
     def _read_alone(self, source: Pass, cut: Any) -> dict[str, list[ReadTerm]]:
@@ -451,6 +442,29 @@ def by_graph(summand: ReadTerm) -> Known:
     return Known(Reduction.SUM, is_guess=True)
 
 
+def _says_nothing(number: int, known: Known, runs: Sequence[Observation]) -> bool:
+    """Whether a summand says nothing in some run, since nothing counts there."""
+    return any(
+        run.is_dead(number) and (known.reduction is not Reduction.MEAN or run.summands[number].weight == 0.0)
+        for run in runs
+    )
+
+
+def _is_told(number: int, guess: Known, runs: Sequence[Observation]) -> bool:
+    """Whether the graph says what a summand is, where a part of the samples does not.
+
+    So it is where weights are 0 in which nothing counts, where it is divided by a number of the batch, or an operator
+    of torch reduces it; and where nothing counts at all, it makes no difference.
+    """
+    whole = runs[0]
+    return (
+        whole.is_dead(number)
+        or guess.number is not None
+        or hasattr(whole.summands[number].end, "_saved_reduction")
+        or all(run.summands[number].weight == 0.0 for run in runs if run.is_dead(number))
+    )
+
+
 def guess_of(runs: Sequence[Observation]) -> list[Known]:
     """Return what the graphs of all samples suggest of their summands, where a part of them says nothing.
 
@@ -467,16 +481,42 @@ def guess_of(runs: Sequence[Observation]) -> list[Known]:
     return found
 
 
-def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]], whole: Observation) -> Known:
-    """Return what the graphs of single samples suggest of a summand: a sum, if it is divided by what the whole says."""
+def _of_singles(
+    by_summand: Sequence[Sequence[ReadTerm]], counts: Sequence[Mapping[Count, float]], whole: Observation
+) -> list[Known]:
+    """Return what the graphs of single samples suggest of summands.
+
+    They are sums, if all are divided by the same in all samples, one of them by a number or a count of the whole.
+    """
+    sums = [replace(sum_of(summands[0], whole), is_guess=True) for summands in by_summand]
+    divisors = [summands[0].divisor for summands in by_summand]
+    is_of_whole = any(
+        one.number is not None or any(divisor and is_same(number, float(divisor)) for number in whole.counts.values())
+        for one, divisor in zip(sums, divisors, strict=True)
+    )
+    if is_of_whole and all(_is_constant(summands, counts) for summands in by_summand):
+        return sums
+    return [_of_single(list(summands), counts) for summands in by_summand]
+
+
+def _is_constant(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> bool:
+    """Whether a summand of several single samples is divided by one number, which is no count of theirs."""
+    weights, divisors = [one.weight for one in summands], [float(one.divisor or 0.0) for one in summands]
+    return (
+        len(summands) > 1
+        and all(divisors)
+        and None not in weights
+        and all(is_same(one, weights[0]) for one in weights)
+        and not counts_of_divisor(divisors, counts)
+    )
+
+
+def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> Known:
+    """Return what the graphs of single samples suggest of a summand that may be a mean."""
     guess, weights = by_graph(summands[0]), [float(one.weight or 0.0) for one in summands]
     if guess.reduction is not Reduction.MEAN or any(one.weight is None for one in summands):
         return guess
     divisors = [float(one.divisor or 0.0) for one in summands]
     if all(divisors) and (found := counts_of_divisor(divisors, counts)):
         return replace(guess, hints=dict.fromkeys(found, weights[0] / divisors[0]), is_divisor=True)
-    if all(divisors) and len(summands) > 1 and all(is_same(one, weights[0]) for one in weights):
-        added = replace(sum_of(summands[0], whole), is_guess=True)
-        if added.number is not None or any(is_same(number, divisors[0]) for number in whole.counts.values()):
-            return added
     return replace(guess, hints=hints_of(weights, counts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from autoaccum._loss.summands import is_same
@@ -20,6 +20,7 @@ ONE_NUMBER = 1e-6
 # That of a window's weights, in two passes through it, from which a warning tells of it.
 _MOVES = 1e-3
 _ROUNDING = 1e-14  # of double precision
+_NONE = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,13 @@ class PartWeights(NamedTuple):
     Attributes:
         weights: By summand: its weight, what predicted that, and the least that the window's can be.
         exists: By name, whether a loss is finite wherever nothing counts in it.
-        counts: By sums that may be clamped: the counts of the part, and the most in a micro-batch.
+        sums: By sums that may be divided by max(k, n): their divisor, and each count of the part with the most in a
+            micro-batch.
     """
 
     weights: Mapping[SummandKey, tuple[float, float, float]] = {}
     exists: Mapping[str, bool] = {}
-    counts: Mapping[SummandKey, Mapping[Count, tuple[float, float]]] = {}
+    sums: Mapping[SummandKey, tuple[float, Mapping[Count, tuple[float, float]]]] = {}
 
 
 def settle(knowledge: LossKnowledge, parts: Sequence[PartWeights], *, is_exact: bool) -> list[float]:
@@ -114,23 +116,19 @@ def settle(knowledge: LossKnowledge, parts: Sequence[PartWeights], *, is_exact: 
 
 def _look_for_clamps(knowledge: LossKnowledge, parts: Sequence[PartWeights]) -> None:
     """Warn of a sum that may be divided by max(k, n), where n is at most k in all micro-batches, and more in all."""
-    for key in {key: None for part in parts for key in part.counts}:
+    for key in {key: None for part in parts for key in part.sums}:
         known = knowledge.summands[key[0]][key[1]]
-        more: set[Count] = set()
-        may_be = False
-        for count in known.hints:
-            found = [part.counts[key][count] for part in parts if count in part.counts.get(key, ())]
-            total = sum((number for number, _ in found), start=0.0)
-            if total > known.least and total.is_integer():
-                more.add(count)
-                may_be |= all(largest <= known.least for _, largest in found)
-        if may_be:
+        own = [part.sums[key] for part in parts if key in part.sums]
+        totals = {count: sum((counts.get(count, _NONE)[0] for _, counts in own), start=0.0) for count in own[0][1]}
+        more = {count for count in known.hints if totals.get(count, 0.0) > known.least and totals[count].is_integer()}
+        # One that counts the window, or that changes from window to window, is no k.
+        is_number = any(is_same(total, divisor) for total in totals.values() for divisor, _ in own)
+        if is_number or any(divisor != known.least for divisor, _ in own):
+            more = set(known.hints)
+        elif any(all(counts.get(count, _NONE)[1] <= known.least for _, counts in own) for count in more):
             knowledge.warn_of_divisor(key[0], known.least)
         if more:
-            hints = {count: each for count, each in known.hints.items() if count not in more}
-            of_name = list(knowledge.summands[key[0]])
-            of_name[key[1]] = replace(known, hints=hints)
-            knowledge.summands[key[0]] = tuple(of_name)
+            knowledge.replace(key, hints={count: each for count, each in known.hints.items() if count not in more})
 
 
 def nothing_counts(name: str) -> InvalidInputError:

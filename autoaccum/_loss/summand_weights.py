@@ -79,7 +79,7 @@ class SummandWeights:
         self._unit: float | None = None  # the weight of one that is counted, in the first micro-batch
         self._scale: float | None = None  # by how much it exceeds what it was in the check
         self._numbers: dict[Count, float] = {}  # the counts of the first micro-batch, where they are the weights
-        self._divided: float | None = None  # what a sum was divided by first
+        self._divided: tuple[float, Any] | None = None  # what a sum was divided by first, and its divisor
 
     @property
     def known(self) -> Known:
@@ -263,22 +263,25 @@ class SummandWeights:
         weight = summand.weight
         if not isinstance(weight, float) or not weight or not math.isfinite(weight):
             return
-        self._divided = weight if self._divided is None else self._divided
-        if not is_same(weight, self._divided):
+        self._divided = (weight, summand.divisor) if self._divided is None else self._divided
+        if not is_same(weight, self._divided[0]):
             self._knowledge.warn(
                 f"loss {self.key[0]!r} was a sum, divided by one number, when it was checked, and is divided by "
                 "different numbers in the micro-batches of a window, which are added all the same: its gradient may "
                 "differ from the whole batch's; return a (sum, weight) pair"
             )
 
-    def counts_of_sum(self, parts: Sequence[MicroBatch]) -> dict[Count, tuple[float, float]]:
-        """Return what a sum's divisor may be the least of, as max(k, n): n in all `parts`, and the most in one."""
-        if not self.known.hints or not self._window.is_nested:
-            return {}
-        hints = frozenset(self.known.hints)
-        counts = [counted(self._window, *part[:2], hints) for part in parts]
-        numbers = {count: [of_part[count] for of_part in counts] for count in sorted(hints)}
-        return {count: (sum(found), max(found)) for count, found in numbers.items()}
+    def of_sum(self, parts: Sequence[MicroBatch]) -> tuple[float, dict[Count, tuple[float, float]]] | None:
+        """Return a sum's divisor, which may be max(k, n), and all counts in `parts` with the most in one.
+
+        None if it is none, or no count that is known was at most its divisor.
+        """
+        if self.known.is_weighed or not self.known.hints or not self._window.is_nested or self._divided is None:
+            return None
+        counts = [counts_of(self._window, *part[:2]) for part in parts]
+        numbers = {count: [of_part.get(count, 0.0) for of_part in counts] for count in sorted(counts[0])}
+        divisor = float(self._divided[1] or 0.0)
+        return divisor, {count: (sum(found), max(found)) for count, found in numbers.items()}
 
 
 def _scale_of(weight: float, expected: Mapping[Count, float]) -> float:

@@ -143,12 +143,20 @@ def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] 
     )
 
 
+def narrowed(known: Sequence[Known], by: Sequence[Known]) -> tuple[Known, ...]:
+    """Return what is known of summands with the hints that single samples have left, where any is left."""
+    pairs = zip(known, by, strict=True)
+    return tuple(replace(one, hints=_of_both(one.hints, its.hints) or one.hints) for one, its in pairs)
+
+
 def _is_sure(known: Iterable[Known]) -> bool:
     return not any(one.is_guess for one in known)
 
 
 def _of_both(mine: Mapping[Count, float], theirs: Mapping[Count, float]) -> dict[Count, float]:
-    return {count: each for count, each in mine.items() if count in theirs}
+    """Return the hints of two checks: those that are the same part of the weight in both, if there are any."""
+    common = {count: each for count, each in mine.items() if count in theirs}
+    return {count: each for count, each in common.items() if is_same(each, theirs[count])} or common
 
 
 def in_words(known: Sequence[Known]) -> str:

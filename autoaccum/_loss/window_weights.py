@@ -298,7 +298,7 @@ class WindowWeights:
                 for key, one in found.items()
             },
             self._exists,
-            {key: one.counts_of_sum(self._parts) for key, one in self._weights.items() if not one.known.is_weighed},
+            {key: own for key, one in self._weights.items() if (own := one.of_sum(self._parts)) is not None},
         )
 
     def correction(self) -> float | Tensor:
