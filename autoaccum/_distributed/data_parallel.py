@@ -32,7 +32,7 @@ from autoaccum._engine.steady import is_number_due
 from autoaccum._loss.batch_counts import counts_in, counts_of
 from autoaccum._loss.loss_values import in_full
 from autoaccum._loss.reported import LOSS, WEIGHT, means
-from autoaccum._loss.sample_check import MOST_SAMPLES, choices
+from autoaccum._loss.sample_choices import MOST_SAMPLES, choices
 from autoaccum._loss.settling import NotSettled, PartWeights, Totals, settle
 from autoaccum._loss.summand_weights import all_predicted
 from autoaccum._oom import is_device_lost, is_oom, is_too_large, let_go

@@ -21,7 +21,7 @@ from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, samp
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._loss.sample_check import choices
+from autoaccum._loss.sample_choices import choices
 from autoaccum._loss.settling import Totals
 from autoaccum._loss.summand_weights import all_predicted
 from autoaccum._loss.window_weights import Nothing

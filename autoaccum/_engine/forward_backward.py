@@ -23,8 +23,8 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
 from autoaccum._loss.graph_reader import leaves_of
 from autoaccum._loss.knowledge import RecheckWindow
-from autoaccum._loss.objective import no_gradient
-from autoaccum._loss.sample_check import MOST_SAMPLES
+from autoaccum._loss.loss_sources import no_gradient
+from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from autoaccum._engine.out_of_memory import Witness
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.window_checks import GradientChecks
+    from autoaccum._loss.loss_sources import Source
     from autoaccum._loss.loss_values import LossValue
-    from autoaccum._loss.objective import Objective, Source
+    from autoaccum._loss.objective import Objective
     from autoaccum._loss.window_weights import Alone, WindowWeights
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices

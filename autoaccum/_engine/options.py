@@ -13,7 +13,7 @@ from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
 from autoaccum._engine.precision import ALIASES, PRECISIONS
 from autoaccum._engine.savings import check_memory
-from autoaccum._loss.objective import check_loss_reduction
+from autoaccum._loss.loss_sources import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum.errors import InvalidInputError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._loss.objective import Loss
+    from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 

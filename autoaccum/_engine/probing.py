@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._loss.objective import Loss
+    from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryEvent
     from autoaccum._sizing.frontier import Widths

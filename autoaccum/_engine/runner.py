@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Losses, PartResult, WindowResult
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._loss.objective import Loss
+    from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
 
 # The attributes that can be set on a runner; setting any other would have no effect.

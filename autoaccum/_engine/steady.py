@@ -244,9 +244,11 @@ class SteadyPath:
                 if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
                     raise NotSteadyError
                 if weights is not None:
-                    weights.enter(at.done, size, batch)
-                    loss = weights.weigh(own := LossValue(name, value))
-                    may_be_nan |= own.may_be_nan
+                    loss = weights.weigh_at_once(name, value)
+                    if loss is None:
+                        weights.enter(at.done, size, batch)
+                        loss = weights.weigh(own := LossValue(name, value))
+                        may_be_nan |= own.may_be_nan
                 elif is_whole:
                     loss = value
                     if not all_count:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from autoaccum._estimate.fake_step import Adapt
     from autoaccum._estimate.gpus import GPU
     from autoaccum._estimate.trace import Estimate
-    from autoaccum._loss.objective import Loss
+    from autoaccum._loss.loss_sources import Loss
 
 
 __all__ = ["NotTracedError", "Traced", "estimate_step", "take_lists", "trace_step"]

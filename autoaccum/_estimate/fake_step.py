@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpu_properties import GPUAnswers
+    from autoaccum._loss.loss_sources import Source
     from autoaccum._loss.loss_values import LossValue
-    from autoaccum._loss.objective import Source
 
     Adapt = Callable[[nn.Module], AbstractContextManager[object]]
 

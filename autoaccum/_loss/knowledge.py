@@ -233,9 +233,12 @@ class LossKnowledge:
 
         So is the first in which something counts.
         """
-        if self.is_checked_now or not any(name == known[0] for known in self._graphs):
-            self._graphs.add((name, *form))
-        return (name, *form) in self._graphs
+        built = (name, *form)
+        if built not in self._graphs:
+            if not self.is_checked_now and any(name == known[0] for known in self._graphs):
+                return False
+            self._graphs.add(built)
+        return True
 
     # --- warnings -----------------------------------------------------------------------------------------------------
 

@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from autoaccum._arguments import check_function, is_one_of, shown
+from autoaccum._arguments import check_function
 from autoaccum._data.nesting import as_leaf, map_tensors
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
+from autoaccum._loss.default_loss import by_default, check_same_shape, has_classes_last, own_loss
 from autoaccum._loss.knowledge import LossKnowledge
 from autoaccum._loss.loss_entries import TOTAL, Entries
+from autoaccum._loss.loss_sources import Loss, Source, check_loss, check_loss_reduction, sources_of, stated_by
 from autoaccum._loss.loss_values import LossValue, describe, is_pair, loss_value, reported_value
 from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
 from autoaccum._loss.observation import FOUR_BYTES
-from autoaccum._loss.sample_check import MOST_SAMPLES, LossCheck
-from autoaccum._loss.summand_weights import OF_SPLIT
-from autoaccum._loss.summands import ADDED, BY_SAMPLES, Known, Reduction
+from autoaccum._loss.sample_check import LossCheck
+from autoaccum._loss.sample_choices import MOST_SAMPLES
+from autoaccum._loss.summands import ADDED, Reduction
 from autoaccum._loss.torch_losses import ELEMENTWISE, kind_of, of_torch
 from autoaccum.errors import InvalidInputError
 
@@ -42,27 +42,12 @@ if TYPE_CHECKING:
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
-Loss = Callable[..., Any]
-
 # For recognising (inputs, targets) as `is_pair` does, inlined because it is done for every micro-batch.
 _PAIRS, _PAIR = (tuple, list), 2
 
 
 class _NoLossError(InvalidInputError):
     """A model returned no loss, and none can be chosen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One forward pass, which gives a mapping of raw losses by name, and the model's outputs if there are any.
-
-    Attributes:
-        run: Runs the pass; called with the objective and a batch.
-        total: The name of the entry that is the total.
-    """
-
-    run: Callable[[Objective, Any], tuple[dict[str, Any], Any]]
-    total: str = TOTAL
 
 
 class Objective:
@@ -103,7 +88,7 @@ class Objective:
         further: Sequence[nn.Module] = (),
     ) -> None:
         check_loss_reduction(loss_reduction)
-        _check_loss(loss)
+        check_loss(loss)
         check_split(split)
         if forward is not None:
             check_function("forward", forward, "model, batch")
@@ -119,14 +104,14 @@ class Objective:
         self.gave_number = False
         self.samples = 0
         self._chosen_in: bool | None = None  # the mode of the model when a loss was chosen by its outputs
-        self.knowledge = LossKnowledge(_stated_by(loss_reduction, split))
+        self.knowledge = LossKnowledge(stated_by(loss_reduction, split))
         self.knowledge.is_models_own = loss is None
         self._most = MOST_SAMPLES  # samples of the next check
         self._gave_no_loss = False  # a pass of the last check
         self._own: list[Any] = []  # the model's outputs in a pass of a check
         self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
         is_list = self._losses is loss
-        self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
+        self.sources = sources_of(self._losses) if is_list else [Source(Objective._forward_and_loss)]
         self._kind = kind_of(loss)
         # Whether the loss is a function of outputs, so that it can be called on some of their rows alone.
         self.takes_outputs = loss is not None and not is_list
@@ -253,7 +238,7 @@ class Objective:
         trial.tells_of_state = any(module.training for module in modules)
         mark.take(with_attributes=True)
         try:
-            with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._noting_own_loss():
+            with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._notingown_loss():
                 checked = trial.run(window, min(most, at_most), larger)
                 found = trial.alone(window) if checked is None else checked
         finally:
@@ -263,7 +248,7 @@ class Objective:
             knowledge.learn(found, is_checked=checked is not None, is_complete=trial.is_complete)
 
     @contextmanager
-    def _noting_own_loss(self) -> Iterator[None]:
+    def _notingown_loss(self) -> Iterator[None]:
         """Note whether a closure returns the loss that the model has computed, as model(**batch).loss is."""
         if not isinstance(self._losses[0], Closure) or isinstance(self.model, torch.jit.ScriptModule):
             yield
@@ -326,11 +311,11 @@ class Objective:
                 return {}
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             if self._kind in ELEMENTWISE:
-                _check_same_shape(outputs, batch[1], self._kind.__name__)
+                check_same_shape(outputs, batch[1], self._kind.__name__)
             try:
                 raw = self._called(outputs, batch[1])
             except (ValueError, RuntimeError) as error:
-                if self._kind is nn.CrossEntropyLoss and _has_classes_last(outputs, batch[1]):
+                if self._kind is nn.CrossEntropyLoss and has_classes_last(outputs, batch[1]):
                     raise InvalidInputError(
                         f"CrossEntropyLoss takes outputs of shape (N, C, ...), and got {tuple(outputs.shape)} for "
                         f"targets of shape {tuple(batch[1].shape)}: the classes seem to be last. Move them, "
@@ -382,7 +367,7 @@ class Objective:
             raise
 
     def _own_or_default(self, outputs: Any, batch: Any) -> Any:
-        own = _own_loss(outputs)
+        own = own_loss(outputs)
         if own is not None:
             self._notices.choose("the model's own loss", "loss=")
             if self.knowledge.is_torch_loss:
@@ -410,7 +395,7 @@ class Objective:
                 own = "let forward= return the loss that the model computes"
             said = f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}"
             raise self._no_loss(f"{said}; pass loss=, or {own}")
-        loss, value = _by_default(outputs, targets)
+        loss, value = by_default(outputs, targets)
         if not self.knowledge.is_stated:
             self.knowledge.state(TOTAL, of_torch(loss))
             self._chosen_in = self.model.training
@@ -436,135 +421,6 @@ class Objective:
         except (AttributeError, TypeError) as error:
             calling_conventions.explain_model(error, model, batch, inputs, entries)
             raise
-
-
-def check_loss_reduction(loss_reduction: object) -> None:
-    """Check the argument `loss_reduction`."""
-    if loss_reduction is not None and not is_one_of(loss_reduction, ("mean", "sum")):
-        raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
-
-
-def _stated_by(loss_reduction: str | None, split: Split | None) -> Known | None:
-    """Return how the arguments put together every loss that is a number; None to find it out."""
-    if loss_reduction == "sum":
-        return ADDED
-    if hasattr(split, "weight"):
-        return replace(BY_SAMPLES, hints={OF_SPLIT: 1.0})
-    return None if loss_reduction is None else BY_SAMPLES
-
-
-def _sources(losses: Sequence[Loss]) -> list[Source]:
-    if len(losses) == 1 and isinstance(losses[0], Closure):
-        return [Source(losses[0].source)]
-    found: dict[str, Source] = {}
-    for loss in losses:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        name = name if name not in found else f"{name} {len(found) + 1}"
-        found[name] = Source(_one_of_several(name, loss), total=f"{name}/{TOTAL}")
-    return list(found.values())
-
-
-def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
-    def run(objective: Objective, batch: Any) -> tuple[dict[str, Any], Any]:
-        try:
-            raw = loss(objective.model, batch)
-        except (AttributeError, TypeError) as error:
-            calling_conventions.explain_list(error, loss, objective.model, batch)
-            raise
-        return (
-            {f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}
-        ), None
-
-    return run
-
-
-def _check_loss(loss: object) -> None:
-    if isinstance(loss, list | tuple):
-        if not loss or not all(map(callable, loss)):
-            raise InvalidInputError(f"loss={shown(loss)}: a list of losses must hold callables of (model, batch)")
-        for one in loss:
-            check_function("loss", one, "model, batch")
-        calling_conventions.check_list(loss)
-    elif loss is not None and not callable(loss):
-        raise InvalidInputError(f"loss={shown(loss)} cannot be called; pass a torch.nn loss, a function or a list")
-    elif loss is not None:
-        check_function("loss", loss, "outputs, targets")
-        calling_conventions.check_single(loss)
-
-
-def no_gradient(names: Iterable[str]) -> InvalidInputError:
-    """Return the error for losses of these names that have no graph."""
-    return InvalidInputError(
-        f"loss {'+'.join(names)!r} has no gradient: it does not depend on a trainable parameter; look for "
-        ".detach(), .item() or torch.no_grad() in its computation"
-    )
-
-
-def _own_loss(outputs: Any) -> Any:
-    """Return the loss that the model itself computed; None if there is none."""
-    if isinstance(outputs, Tensor):
-        return outputs if outputs.dim() == 0 else None
-    if not isinstance(outputs, Mapping):
-        return getattr(outputs, TOTAL, None)
-    if outputs.get(TOTAL) is None:
-        values = outputs.values()
-        all_losses = bool(outputs) and all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
-        return outputs if all_losses else None
-    # Besides a loss a model returns its outputs; scalars among them are parts of the loss or metrics.
-    return {
-        name: value
-        for name, value in outputs.items()
-        if name == TOTAL or (isinstance(value, Tensor) and value.dim() == 0)
-    }
-
-
-def _by_default(outputs: Tensor, targets: Tensor) -> tuple[Loss, Tensor]:
-    """Return cross entropy for integer targets, mean squared error for floating-point ones: the function and its value.
-
-    Logits are of shape (N, C, ...) or (N, ..., C), and classes of shape (N, ...).
-    """
-    if targets.is_floating_point() or targets.is_complex():
-        _check_same_shape(outputs, targets, "mean squared error")
-        return functional.mse_loss, functional.mse_loss(outputs, targets)
-    classes_second = _has_classes_second(outputs, targets)
-    classes = outputs.shape[1 if classes_second else -1]
-    if not (classes_second or _has_classes_last(outputs, targets)) or classes == 1:
-        raise InvalidInputError(
-            f"no loss can be chosen for outputs of shape {tuple(outputs.shape)} and whole-number targets of shape "
-            f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
-            f"{_remedy(outputs, targets)}"
-        )
-    if not classes_second:
-        outputs, targets = outputs.flatten(0, -2), targets.flatten()
-    return functional.cross_entropy, functional.cross_entropy(outputs, targets.long())
-
-
-def _remedy(outputs: Tensor, targets: Tensor) -> str:
-    if targets.dim() == outputs.dim() and targets.shape[1:2] == (1,) and outputs.shape[1] > 1:
-        return "pass targets.squeeze(1)"
-    if targets.shape == outputs.shape and outputs.dim() > 1 and outputs.shape[1] > 1:
-        return "pass targets.argmax(1) of one-hot targets, or loss=torch.nn.CrossEntropyLoss() and targets.float()"
-    return "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
-
-
-def _has_classes_second(outputs: Tensor, targets: Tensor) -> bool:
-    return outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
-
-
-def _has_classes_last(outputs: Any, targets: Any) -> bool:
-    """Whether classes are in the last dimension, and not in the second as well: cross entropy takes no such outputs."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return False
-    return outputs.dim() > 1 and outputs.shape[:-1] == targets.shape and not _has_classes_second(outputs, targets)
-
-
-def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
-    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape != targets.shape:
-        raise InvalidInputError(
-            f"{what} compares element by element, but the outputs have shape {tuple(outputs.shape)} and the targets "
-            f"{tuple(targets.shape)}, which torch would broadcast against each other; give both the same shape "
-            "(outputs.squeeze(-1) in the model, or targets.unsqueeze(-1) in the loader)"
-        )
 
 
 def _accepted_names(model: nn.Module) -> set[str] | None:

@@ -18,89 +18,32 @@ import torch
 
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
-from autoaccum._loss.batch_counts import LABELS, SUM, counts_in, counts_of
-from autoaccum._loss.comparison import compare, sum_of
+from autoaccum._loss.batch_counts import counts_in, counts_of
+from autoaccum._loss.comparison import compare
 from autoaccum._loss.graph_reader import ReadTerm
+from autoaccum._loss.guesses import by_graph, guess_of, is_told, of_singles, says_nothing
 from autoaccum._loss.loss_values import no_mean, not_finite
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
-from autoaccum._loss.summands import Known, Reduction, Source, counts_of_divisor, hints_of, is_same
+from autoaccum._loss.sample_choices import choices
+from autoaccum._loss.summands import Known, Reduction
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.modes import Mark
 
-# The most samples of a check, and the number below which its two parts are alike.
-MOST_SAMPLES = 8
-_TO_HALVE = 7
-# The most samples that are looked at to choose these, and the most choices where nothing counts in the first.
-_LOOKED_AT, _MOST_CHOICES = 64, 8
 # After so many passes of a first check, the next check looks for hidden state.
 _MOST_PASSES = 3
 
 # Runs a pass: returns the losses of a number of samples, and outputs.
 Pass = Callable[[Any, int], "tuple[list[LossValue], Any]"]
-
-
-# --- samples ----------------------------------------------------------------------------------------------------------
-
-
-def choices(window: Window, most: int, larger: int) -> Iterator[tuple[Window, int]]:
-    """Yield samples from all over a window, and how many of them are in the first of two parts; the best choice first.
-
-    Later choices are of other samples, and of more, up to `larger`, until none are left. A window of which no two
-    samples can be joined has none.
-    """
-    groups = window.groups()
-    largest = max(range(len(groups)), key=groups.__getitem__)
-    start, samples = sum(groups[:largest]), groups[largest]
-    number = min(most, samples)
-    if number <= 1:
-        return
-    evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
-    unlike = _unlike(window, start, samples) if number < samples else []
-    rows = list(dict.fromkeys([*unlike[: number // 2 + 1], *evenly]))[:number]
-    rest = [start + row for row in torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()]
-    for _ in range(_MOST_CHOICES):
-        # About a third in the first part: losses may need two samples. One part is odd, since they may take pairs.
-        first = (len(rows) + 1) // 3 if len(rows) >= _TO_HALVE else len(rows) // 2
-        yield window.chosen([rows[0], *rows[:0:-1]]), first
-        used, number = set(rows), min(2 * number, max(number, larger))
-        rest = [row for row in rest if row not in used]
-        rows = rest[:number]
-        if len(rows) <= 1:
-            return
-
-
-def _unlike(window: Window, start: int, samples: int) -> list[int]:
-    """Return two samples in which most counts and one with the least; then the least and most of each count."""
-    if not window.is_nested:
-        return []
-    rows = range(start, start + samples, max(1, samples // _LOOKED_AT))
-    counts = [counts_in(window.cut(row, row + 1), 1) for row in rows]
-    in_all = [count for count in counts[0] if all(count in of_row for of_row in counts)]
-    numbers = {count: [of_row[count] for of_row in counts] for count in in_all}
-    # Something has to count in both parts: labels, or what a mask keeps.
-    masks = [of_rows for (way, _), of_rows in numbers.items() if way in (LABELS, SUM) and not min(of_rows)]
-    labels = next((of_rows for (way, _), of_rows in numbers.items() if way == LABELS), None)
-    in_each = [(sum(mask[at] > 0 for mask in masks), labels and labels[at]) for at in range(len(rows))]
-    by_number = sorted(range(len(rows)), key=in_each.__getitem__)
-    found = [*by_number[:-3:-1], by_number[0]] if in_each[by_number[0]] != in_each[by_number[-1]] else []
-    for (way, _), of_rows in numbers.items():
-        if way != SUM and min(of_rows) != max(of_rows):
-            found += [of_rows.index(min(of_rows)), of_rows.index(max(of_rows))]
-    return [rows[at] for at in dict.fromkeys(found)]
-
-
-# --- the check --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -192,11 +135,11 @@ class LossCheck:
             self._explain(name, run, parts, known, again)
         runs = [run, *parts]
         alike = len({len(one.summands) for one in runs}) == 1
-        dead = {number for number, one in enumerate(known) if alike and _says_nothing(number, one, runs)}
+        dead = {number for number, one in enumerate(known) if alike and says_nothing(number, one, runs)}
         if dead:  # nothing counts in a part
             guess = guess_of(runs)
-            is_told = all(_is_told(number, guess[number], runs) for number in dead)
-            self._open[name] = self._open.get(name, True) and is_told
+            are_told = all(is_told(number, guess[number], runs) for number in dead)
+            self._open[name] = self._open.get(name, True) and are_told
             if not run.is_stated:
                 mixed = [guess[number] if number in dead else one for number, one in enumerate(known)]
                 self._found.setdefault(name, mixed)
@@ -298,7 +241,7 @@ class LossCheck:
             for name, summands in read[0].items():
                 alike = [of_row[name] for of_row in read if len(of_row.get(name, ())) == len(summands)]
                 by_summand = list(zip(*alike, strict=True)) if len(alike) == len(cuts) else []
-                found[name] = _of_singles(by_summand, counts, whole) or [by_graph(one) for one in summands]
+                found[name] = of_singles(by_summand, counts, whole) or [by_graph(one) for one in summands]
         return {} if self.knowledge.is_torch_loss else found
 
     def _read_alone(self, source: Pass, cut: Any) -> dict[str, list[ReadTerm]]:
@@ -431,92 +374,3 @@ def _is_empty(part: Observation, whole: Observation) -> bool:
     if whole.is_stated:
         return bool(whole.weights[0]) and part.weights[0] == 0.0
     return part.weights == whole.weights and not bool(part.gradients.any()) and bool(whole.gradients.any())
-
-
-def by_graph(summand: ReadTerm) -> Known:
-    """Return what the graph of some samples suggests of a summand."""
-    if summand.weight is None:
-        return Known(Reduction.UNCONFIRMED, Source.COUNTED, is_guess=True)
-    if summand.is_counted or not summand.weight:
-        return Known(Reduction.MEAN, per_sample=abs(float(summand.weight)), is_guess=True)
-    return Known(Reduction.SUM, is_guess=True)
-
-
-def _says_nothing(number: int, known: Known, runs: Sequence[Observation]) -> bool:
-    """Whether a summand says nothing in some run, since nothing counts there."""
-    return any(
-        run.is_dead(number) and (known.reduction is not Reduction.MEAN or run.summands[number].weight == 0.0)
-        for run in runs
-    )
-
-
-def _is_told(number: int, guess: Known, runs: Sequence[Observation]) -> bool:
-    """Whether the graph says what a summand is, where a part of the samples does not.
-
-    So it is where weights are 0 in which nothing counts, where it is divided by a number of the batch, or an operator
-    of torch reduces it; and where nothing counts at all, it makes no difference.
-    """
-    whole = runs[0]
-    return (
-        whole.is_dead(number)
-        or guess.number is not None
-        or hasattr(whole.summands[number].end, "_saved_reduction")
-        or all(run.summands[number].weight == 0.0 for run in runs if run.is_dead(number))
-    )
-
-
-def guess_of(runs: Sequence[Observation]) -> list[Known]:
-    """Return what the graphs of all samples suggest of their summands, where a part of them says nothing.
-
-    Nothing counts there, so a divisor that is the same in all is no count, unless it is 1, as of max(1, n).
-    """
-    found = []
-    for summands in zip(*(run.summands for run in runs), strict=True):
-        weights, divisors = [one.weight for one in summands], [one.divisor for one in summands]
-        is_same_in_all = (
-            None not in weights and None not in divisors and all(is_same(one, weights[0]) for one in weights)
-        )
-        is_number = is_same_in_all and divisors[0] != 1.0
-        found.append(replace(sum_of(summands[0], runs[0]), is_guess=True) if is_number else by_graph(summands[0]))
-    return found
-
-
-def _of_singles(
-    by_summand: Sequence[Sequence[ReadTerm]], counts: Sequence[Mapping[Count, float]], whole: Observation
-) -> list[Known]:
-    """Return what the graphs of single samples suggest of summands.
-
-    They are sums, if all are divided by the same in all samples, one of them by a number or a count of the whole.
-    """
-    sums = [replace(sum_of(summands[0], whole), is_guess=True) for summands in by_summand]
-    divisors = [summands[0].divisor for summands in by_summand]
-    is_of_whole = any(
-        one.number is not None or any(divisor and is_same(number, float(divisor)) for number in whole.counts.values())
-        for one, divisor in zip(sums, divisors, strict=True)
-    )
-    if is_of_whole and all(_is_constant(summands, counts) for summands in by_summand):
-        return sums
-    return [_of_single(list(summands), counts) for summands in by_summand]
-
-
-def _is_constant(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> bool:
-    """Whether a summand of several single samples is divided by one number, which is no count of theirs."""
-    weights, divisors = [one.weight for one in summands], [float(one.divisor or 0.0) for one in summands]
-    return (
-        len(summands) > 1
-        and all(divisors)
-        and None not in weights
-        and all(is_same(one, weights[0]) for one in weights)
-        and not counts_of_divisor(divisors, counts)
-    )
-
-
-def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> Known:
-    """Return what the graphs of single samples suggest of a summand that may be a mean."""
-    guess, weights = by_graph(summands[0]), [float(one.weight or 0.0) for one in summands]
-    if guess.reduction is not Reduction.MEAN or any(one.weight is None for one in summands):
-        return guess
-    divisors = [float(one.divisor or 0.0) for one in summands]
-    if all(divisors) and (found := counts_of_divisor(divisors, counts)):
-        return replace(guess, hints=dict.fromkeys(found, weights[0] / divisors[0]), is_divisor=True)
-    return replace(guess, hints=hints_of(weights, counts))

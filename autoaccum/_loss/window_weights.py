@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autoaccum._loss.settling import Totals
     from autoaccum._loss.summands import Known, SummandKey
 
+_READ = Reduction.MEAN, Source.GRAPH
 COMPILED = "CompiledFunctionBackward"  # the node of compiled code, whose graph says nothing
 
 
@@ -92,6 +93,7 @@ class WindowWeights:
         self._weights: dict[SummandKey, SummandWeights] = {}
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._parts: list[MicroBatch] = []
+        self._only: SummandWeights | None = None  # of `weigh_at_once`
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,23 @@ class WindowWeights:
         summands = self._summands(loss, known)
         factors = [self._factor(loss, n, known[n], summand) for n, summand in enumerate(summands)]
         return self._scaled(loss, summands, factors, has_sum=not all(one.is_weighed for one in known))
+
+    def weigh_at_once(self, name: str, value: Tensor) -> Tensor | None:
+        """Return what a mean over classes adds that is the only loss, as `weigh` does; None for any other.
+
+        Without `enter`: nothing has to be compared.
+        """
+        weight = weight_at_once(value)
+        if not weight:
+            return None
+        if self._only is None:
+            knowledge, key = self._knowledge, (name, 0)
+            known = knowledge.summands.get(name, ())
+            if len(knowledge.items()) > 1 or len(known) != 1 or known[0].kind != _READ:
+                return None
+            self._only = self._of(key)
+        self._only.found.append(weight)
+        return value * (weight / self._only.prediction)
 
     def note(self, loss: LossValue) -> list[Any]:
         """Note the weights of a loss, in a pass that goes forward alone; return what each summand is divided by."""
@@ -222,6 +241,8 @@ class WindowWeights:
         value, first = loss.value, factors[0]
         if isinstance(first, Tensor):  # a single summand; where nothing counts, its value is NaN
             return torch.where(first == 0, 0.0, value * first)
+        if first and len(factors) == 1:
+            return value if first == 1.0 else value * first
         empty = [summand for summand, factor in zip(summands, factors, strict=True) if not factor]
         if empty and self._knowledge.is_torch_loss:
             empty = summands = read(value)

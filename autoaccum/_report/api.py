@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from autoaccum._estimate.estimate import Traced
     from autoaccum._estimate.gpus import GPU
     from autoaccum._estimate.trace import Estimate
-    from autoaccum._loss.objective import Loss
+    from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._report.records import Remedy
 

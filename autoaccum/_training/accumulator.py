@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._loss.objective import Loss
+    from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport, Plan
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._loss.objective import Loss
+    from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import FitResult
 

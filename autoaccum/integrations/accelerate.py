@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
-    from autoaccum._loss.objective import Loss
+    from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport
 

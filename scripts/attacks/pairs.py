@@ -17,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
 import feature_pairs
 from attacks import Row
+from autoaccum._arguments import listed
 from crew import Crew
+
+_NAMED = 5  # of the pairs that are refused
 
 
 def attack(folder: Path, seed: int, share: float) -> list[Row]:
@@ -46,5 +49,5 @@ def _of_model(crew: Crew, name: str, folder: Path, chance: random.Random, share:
             refused += [" and ".join(features)] if outcomes[0].error else []
         losses += [f"{name}, {' and '.join(features) or 'nothing'}: {one}" for one in wrong]
     return Row(
-        f"pairs of features, {name}", len(chosen), tuple(losses), f"{len(refused)} refused: {'; '.join(refused)}"
+        f"pairs of features, {name}", len(chosen), tuple(losses), f"{len(refused)} refused: {listed(refused, _NAMED)}"
     )
