@@ -99,7 +99,15 @@ class _Compared:
             return self._unread()
         if all(is_same(one, weights[0]) for one in weights) and self._is_sum():
             return sum_of(self._summands[0], self._runs[0])
-        return replace(by_samples(Reduction.UNCONFIRMED), source=Source.GRAPH)
+        return replace(self._unconfirmed(), source=Source.GRAPH)
+
+    def _unconfirmed(self) -> Known:
+        """Return what is not confirmed, and whether its parts make the whole rather added than averaged."""
+        whole, *parts = self._gradients
+        shares = [run.samples / self._runs[0].samples for run in self._runs[1:]]
+        mean = _sum([share * part for share, part in zip(shares, parts, strict=True)])
+        adds = float((_sum(parts) - whole).norm()) < float((mean - whole).norm())
+        return replace(by_samples(Reduction.UNCONFIRMED), adds=adds)
 
     def _mean(self, weights: Sequence[float]) -> Known | None:
         """Return a summand whose weights add up, but for those of max(k, n); None if they do not."""
@@ -166,11 +174,10 @@ class _Compared:
 
     def _unread(self) -> Known:
         """Return a summand that cannot be read: a sum, or what labels, elements or samples say, if they agree."""
-        unknown = by_samples(Reduction.UNCONFIRMED)
+        unknown = self._unconfirmed()
         whole, *parts = self._runs
         if (
             self._is_random
-            or len(whole.summands) > 1
             or any(one.is_nonlinear for one in self._summands)
             or not all(float(one.norm()) for one in self._gradients[1:])
         ):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import listed
-from autoaccum._loss.summands import STATED, Known, Reduction, Source, in_words, merged, narrowed
+from autoaccum._loss.summands import ADDED, STATED, Known, Reduction, Source, in_words, merged, narrowed
 from autoaccum.errors import InvalidInputError, LossWarning
 
 if TYPE_CHECKING:
@@ -215,11 +215,15 @@ class LossKnowledge:
                 "forward, in place of a closure) if it compares samples; normalise before backward() what it "
                 f"normalises; return a (sum, weight) pair; {last}"
             )
-        self.counts_again |= Reduction.SUM in others
+        adds = Reduction.SUM in others and all(known[number].adds for number in doubtful)
+        self.counts_again |= Reduction.SUM in others and not adds
         self.warn(
-            f"{term} is neither a mean nor a sum over samples, as a router's balancing loss is not: it counts by "
-            "samples in each micro-batch, and its gradient may differ from the whole batch's"
+            f"{term} is neither a mean nor a sum over samples, as a router's balancing loss is not: it "
+            f"{'is added' if adds else 'counts by samples'} in each micro-batch, and its gradient may differ from the "
+            "whole batch's"
         )
+        if adds:
+            self.summands[name] = tuple(ADDED if number in doubtful else one for number, one in enumerate(known))
 
     def replace(self, key: SummandKey, **changes: Any) -> None:
         """Change what is known of a summand."""
