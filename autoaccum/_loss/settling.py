@@ -121,10 +121,10 @@ def _look_for_clamps(knowledge: LossKnowledge, parts: Sequence[PartWeights]) -> 
         own = [part.sums[key] for part in parts if key in part.sums]
         totals = {count: sum((counts.get(count, _NONE)[0] for _, counts in own), start=0.0) for count in own[0][1]}
         more = {count for count in known.hints if totals.get(count, 0.0) > known.least and totals[count].is_integer()}
-        # One that counts the window, or that changes from window to window, is no k.
-        is_number = any(is_same(total, divisor) for total in totals.values() for divisor, _ in own)
-        if is_number or any(divisor != known.least for divisor, _ in own):
-            more = set(known.hints)
+        if any(divisor != known.least for divisor, _ in own):
+            more = set(known.hints)  # what changes from window to window is no k
+        elif any(is_same(total, known.least) for total in totals.values()):
+            more = set()  # it may be what the window counts
         elif any(all(counts.get(count, _NONE)[1] <= known.least for _, counts in own) for count in more):
             knowledge.warn_of_divisor(key[0], known.least)
         if more:
