@@ -16,7 +16,6 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
-    from autoaccum._loss.objective import Objective
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
@@ -32,7 +31,7 @@ class Source:
         total: The name of the entry that is the total.
     """
 
-    run: Callable[[Objective, Any], tuple[dict[str, Any], Any]]
+    run: Callable[[Any, Any], tuple[dict[str, Any], Any]]
     total: str = TOTAL
 
 
@@ -62,8 +61,8 @@ def sources_of(losses: Sequence[Loss]) -> list[Source]:
     return list(found.values())
 
 
-def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
-    def run(objective: Objective, batch: Any) -> tuple[dict[str, Any], Any]:
+def _one_of_several(name: str, loss: Loss) -> Callable[[Any, Any], tuple[dict[str, Any], Any]]:
+    def run(objective: Any, batch: Any) -> tuple[dict[str, Any], Any]:
         try:
             raw = loss(objective.model, batch)
         except (AttributeError, TypeError) as error:
