@@ -9,6 +9,8 @@ from torch.nn import functional
 
 import autoaccum
 from across.test_loss_forms_generated import Loss, Term, numbers
+from autoaccum._loss import graph_reader, window_weights
+from gradients import assert_full_batch_gradient
 from loss_forms import FORMS, Form, ce, focal, window
 from loss_outcomes import by_runner, outcome
 
@@ -215,6 +217,23 @@ def test_window_that_is_made_again_draws_what_it_drew_before():
     made.accumulator.backward(torch.randn(60, 10).double())
 
     assert drawn[-3:] == drawn[-6:-3]
+
+
+def entropy(outputs, targets):
+    """A function of the user's own."""
+    return functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), entropy])
+def test_nothing_that_counts_in_a_micro_batch_makes_no_nan_where_weights_are_not_waited_for(monkeypatch, loss):
+    """As on a GPU, where they are tensors."""
+    monkeypatch.setattr(graph_reader, "_on_host", lambda value: value.detach().reshape(()).double())
+    monkeypatch.setattr(window_weights, "weight_at_once", lambda _: None)
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(12, 10).double(), torch.randint(4, (12,))
+    targets[4:8] = -100
+
+    assert_full_batch_gradient(nn.Linear(10, 4).double(), loss, (inputs, targets), (4, 4, 4))
 
 
 @pytest.mark.parametrize("beside", ["mean", "sum"])
