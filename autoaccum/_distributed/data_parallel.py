@@ -260,7 +260,8 @@ class RankPeers(Peers):
         knowledge, totals = self._step.objective.knowledge, self.totals
         is_exact = totals is not None and totals.is_exact
         try:
-            self._factors = settle(knowledge, [part.weights for part in self.parts], is_exact=is_exact)
+            weights, is_common = [part.weights for part in self.parts], not self.adds_up_gradients
+            self._factors = settle(knowledge, weights, is_exact=is_exact, is_common=is_common)
         except NotSettled as wrong:
             self.totals = self._totals(wrong.weights or {}, self.samples, is_exact=True)
             self._runs_forward = knowledge.runs_forward_first
@@ -274,10 +275,14 @@ class RankPeers(Peers):
             self.totals_of({}, 0)  # the others exchange this too, and wait for this rank
 
     def _predicted(self, window: Window) -> Totals | None:
-        """Return what predicts the weights of a window, if ranks need the same."""
-        if not self._shares:
+        """Return what predicts the weights of a window, if ranks need the same.
+
+        Where passes reduce gradients, all ranks divide by one number from the first on.
+        """
+        if not self._shares and self.adds_up_gradients:
             return None
-        mine = all_predicted(self._step.objective.knowledge, window) if window.samples else {}
+        knowledge, in_units = self._step.objective.knowledge, self.adds_up_gradients
+        mine = all_predicted(knowledge, window, in_units=in_units) if window.samples else {}
         said = self.ranks.exchange("weights", (mine, window.samples))
         return self._totals(sums([weights for weights, _ in said]), sum(samples for _, samples in said))
 
@@ -319,7 +324,7 @@ class RankPeers(Peers):
             requests=self._requests(),
             failed=tuple(self._sizing.failed),
             variance=None if given.spread is None else given.spread.variance,
-            is_stale=self._is_stale() or given.doubt is not None,
+            is_stale=self._is_stale(),
             larger=self._larger_size() if self._window.samples else None,
         )
         self._sizing.failed.clear()

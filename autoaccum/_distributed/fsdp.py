@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._distributed.data_parallel import RankPeers, sums
+from autoaccum._distributed.data_parallel import RankPeers
 from autoaccum._distributed.process_group import could_not_exchange
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
@@ -23,7 +23,6 @@ from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss.sample_choices import choices
 from autoaccum._loss.settling import Totals
-from autoaccum._loss.summand_weights import all_predicted
 from autoaccum._loss.window_weights import Nothing
 from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
@@ -217,12 +216,6 @@ class ShardedRankPeers(RankPeers):
                 step.stage.phase = Phase.WEIGH
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
                 objective.check(asked, step.transfer.place, self._mark, step.precision.autocast)
-
-    def _predicted(self, window: Window) -> Totals:
-        """Return what predicts the weights of a window: passes reduce gradients, so all ranks divide by the same."""
-        mine = all_predicted(self._step.objective.knowledge, window) if window.samples else {}
-        said = self.ranks.exchange("weights", (mine, window.samples))
-        return self._totals(sums([weights for weights, _ in said]), sum(samples for _, samples in said))
 
     def _totals(self, weights: Mapping[SummandKey, float], samples: int, *, is_exact: bool = False) -> Totals:
         # The reduction of gradients takes their mean over the ranks.

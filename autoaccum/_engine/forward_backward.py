@@ -28,7 +28,7 @@ from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
@@ -175,28 +175,29 @@ class GradientStep:
                 )
             into.outputs.append(without_graphs(outputs))
         del outputs  # a loss seldom needs them for its gradient
-        weighted: list[Tensor] = []
-        has_reported = False
-        for loss in losses:
-            if loss.is_reported:
-                has_reported = True
-                continue
-            value = self._weighed(loss, weights, into)
-            if value is not None:
-                # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
-                seen = value.detach().clone() if value is loss.value and samples < into.samples else value.detach()
-                if loss.may_be_nan:
-                    seen = seen.nan_to_num()
-                into.losses.setdefault(loss.name, LossSum([])).add(seen)
-                weighted.append(value)
-        if has_reported and into.doubt is None:
-            reported.note(losses, samples, weights, into.reported)
-        if not weighted:
-            return
-        total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
-        if not total.requires_grad:
+        weighted = self._weighted(losses, samples, weights, into)
+        total = torch.stack(weighted).sum() if len(weighted) > 1 else weighted[0] if weighted else None
+        if total is not None and not total.requires_grad:
             raise no_gradient(loss.name for loss in losses if not loss.is_reported)
-        self.backward(total)
+        if len(weighted) < len(losses) and into.doubt is None:
+            reported.note(losses, samples, weights, into.reported)
+        if total is not None:
+            self.backward(total)
+
+    def _weighted(
+        self, losses: Sequence[LossValue], samples: int, weights: Alone | WindowWeights, into: PartResult
+    ) -> list[Tensor]:
+        """Return what losses add to the window's, but for those in which nothing counts, and note it."""
+        found = []
+        for loss in losses:
+            value = None if loss.is_reported else self._weighed(loss, weights, into)
+            if value is None:
+                continue
+            # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
+            seen = value.detach().clone() if value is loss.value and samples < into.samples else value.detach()
+            into.losses.setdefault(loss.name, LossSum([])).add(seen.nan_to_num() if loss.may_be_nan else seen)
+            found.append(value)
+        return found
 
     def backward(self, total: Tensor) -> None:
         """Add the gradient of a loss to `.grad`."""

@@ -72,7 +72,7 @@ def _of_several(
     if loss.value.requires_grad and all(one.reduction is Reduction.MEAN for one in known):
         weights = WindowWeights(knowledge, window)
         weights.enter(0, window.samples, None)
-        units = [float(weight) / one.per_sample for weight, one in zip(weights.note(loss), known, strict=True)]
+        units = [abs(float(weight)) / one.per_sample for weight, one in zip(weights.note(loss), known, strict=True)]
         if all(is_same(one, units[0]) for one in units):
             return units[0], units[0]
     knowledge.warn(

@@ -56,7 +56,7 @@ class PartWeights(NamedTuple):
     """What a process tells of the weights of its part of a window.
 
     Attributes:
-        weights: By summand: its weight, what predicted that, and the least that the window's can be.
+        weights: By summand: its weight, what predicted that, and the least in magnitude that the window's can be.
         exists: By name, whether a loss is finite wherever nothing counts in it.
         sums: By sums that may be divided by max(k, n): their divisor, and each count of the part with the most in a
             micro-batch.
@@ -67,13 +67,16 @@ class PartWeights(NamedTuple):
     sums: Mapping[SummandKey, tuple[float, Mapping[Count, tuple[float, float]]]] = {}
 
 
-def settle(knowledge: LossKnowledge, parts: Sequence[PartWeights], *, is_exact: bool) -> list[float]:
+def settle(
+    knowledge: LossKnowledge, parts: Sequence[PartWeights], *, is_exact: bool, is_common: bool = False
+) -> list[float]:
     """Return what the gradients and losses of each part are multiplied by; all processes find the same.
 
     Args:
         knowledge: What is known of the losses; that of sums is narrowed down.
         parts: What the processes tell.
         is_exact: Whether weights were predicted by those of an earlier pass.
+        is_common: Whether all parts have one gradient, of which each process holds a shard.
 
     Raises:
         NotSettled: The predictions of some part are not off by one number.
@@ -82,8 +85,8 @@ def settle(knowledge: LossKnowledge, parts: Sequence[PartWeights], *, is_exact: 
     totals: dict[SummandKey, float] = {}
     for key in {key: None for part in parts for key in part.weights}:
         found = [part.weights[key] for part in parts if key in part.weights]
-        total, least = sum(weight for weight, *_ in found), max(one for *_, one in found)
-        totals[key] = max(total, least) if least else total
+        total, least = sum(weight for weight, *_ in found), max((one for *_, one in found), key=abs)
+        totals[key] = least if abs(total) < abs(least) else total
         exists = [part.exists[key[0]] for part in parts if key[0] in part.exists]
         if not totals[key] and not (exists and all(exists)):
             raise nothing_counts(key[0])
@@ -99,8 +102,9 @@ def settle(knowledge: LossKnowledge, parts: Sequence[PartWeights], *, is_exact: 
         ]
         for part in parts
     ]
-    of_any = next((own for own in ratios if own), [1.0])
-    ratios = [own or of_any for own in ratios]  # of nothing, which shards of a gradient that all hold are not
+    if is_common:
+        ratios = [[ratio for own in ratios for ratio in own]] * len(parts)
+    ratios = [own or [1.0] for own in ratios]  # of nothing
     off = max((max(own) - min(own)) / max(map(abs, own)) for own in ratios)
     if not is_exact:
         knowledge.failures = knowledge.failures + 1 if off > ONE_NUMBER else 0

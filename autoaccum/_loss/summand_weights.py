@@ -48,7 +48,7 @@ class SummandWeights:
         window: The samples.
         predicted: What `predicted` gives for it, or its weight W.
         has_unit: Whether `predicted` counts something that has a weight; otherwise it is a weight, or any power of it.
-        has_own_unit: Whether that weight is read in the first micro-batch, and not known from the check.
+        has_to_pass: Whether processes run passes together, and none may begin a window again by itself.
         is_quick: Whether divisors that the batch counts are compared once, by `compare`.
     """
 
@@ -60,7 +60,7 @@ class SummandWeights:
         predicted: float,
         *,
         has_unit: bool = False,
-        has_own_unit: bool = True,
+        has_to_pass: bool = False,
         is_quick: bool = False,
     ) -> None:
         self.key = key
@@ -68,7 +68,7 @@ class SummandWeights:
         self._window = window
         self._predicted = predicted or 1.0
         self._has_unit = has_unit
-        self._has_own_unit = has_own_unit
+        self._has_to_pass = has_to_pass
         self._is_quick = is_quick
         # Whether the window's divisors are counted. Where a clamp was met, each micro-batch is compared.
         self._are_counted = (
@@ -76,6 +76,7 @@ class SummandWeights:
         )
         self._divisors: list[float] = []  # to be compared
         self.found: list[float | Tensor] = []
+        self._fixed: float | None = None  # P, once a micro-batch was divided by it
         self._unit: float | None = None  # the weight of one that is counted, in the first micro-batch
         self._scale: float | None = None  # by how much it exceeds what it was in the check
         self._numbers: dict[Count, float] = {}  # the counts of the first micro-batch, where they are the weights
@@ -89,6 +90,8 @@ class SummandWeights:
     @property
     def prediction(self) -> float:
         """P, which stands for W until that is known."""
+        if self._fixed is not None:
+            return self._fixed
         return self._predicted * self.unit if self._has_unit else self._predicted
 
     @property
@@ -96,9 +99,20 @@ class SummandWeights:
         """The weight of one that is counted, of the hint by which W is predicted."""
         if self._unit is not None:
             return self._unit
+        return unit_of(self.known, self._window)
+
+    @property
+    def least(self) -> float:
+        """The least in magnitude that the window's weight can be."""
         known = self.known
-        hint = hint_of(known, self._window)
-        return known.hints.get(hint, 1.0) if hint is not None else 1.0
+        if not known.least:
+            return 0.0
+        return known.least * (next(iter(known.hints.values()), 1.0) if self._unit is None else self._unit)
+
+    def fix(self) -> float:
+        """Return P, by which a micro-batch is divided: it stays the same from now on."""
+        self._fixed = self.prediction
+        return self._fixed
 
     def total(self) -> float | Tensor:
         """Return the weights, added up over these samples."""
@@ -217,7 +231,7 @@ class SummandWeights:
     def _note_unit(self, known: Known, counts: Mapping[Count, float], weight: float) -> None:
         """Note the weight of one that is counted, by the first micro-batch in which something is."""
         hint = hint_of(known, self._window)
-        if self._has_own_unit and self._unit is None and hint is not None and counts.get(hint):
+        if self._unit is None and hint is not None and counts.get(hint):
             self._unit = weight / counts[hint]
 
     def _of_clamp(self, known: Known, divisor: float, counts: Mapping[Count, float], weight: float) -> float:
@@ -231,6 +245,7 @@ class SummandWeights:
         if divisor not in (known.least, 1.0) or not is_same(min(numbers), max(numbers)):
             self._knowledge.warn_of_clamp(self.key[0])
         self._knowledge.replace(self.key, least=divisor)
+        self._unit = weight / divisor if self._unit is None else self._unit
         return min(numbers) * weight / divisor
 
     def _of_divisor_1(self, loss: LossValue, known: Known, weight: float) -> float:
@@ -248,10 +263,11 @@ class SummandWeights:
             RecheckWindow: None of them does, in a window for which no check was tried.
         """
         hints = self.known.hints
-        if hints and not fit and not self._knowledge.is_tried_now:  # it may be another function
+        may_begin_again = not self._knowledge.is_tried_now and not self._has_to_pass
+        if hints and not fit and may_begin_again:  # it may be another function
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             raise RecheckWindow(changed(self.key[0], how))
-        if hints and not fit and not self._knowledge.is_checked_now:
+        if hints and not fit and not self._knowledge.is_checked_now and not self._has_to_pass:
             self._knowledge.warn_of_unchecked(self.key[0])
         if len(fit) < len(hints):
             self._knowledge.replace(self.key, hints={count: each for count, each in hints.items() if count in fit})
@@ -306,9 +322,16 @@ def counted(window: Window, start: int, stop: int, wanted: frozenset[Count], bat
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
-def all_predicted(knowledge: LossKnowledge, window: Window) -> dict[SummandKey, float]:
-    """Return what predicts the weight of each summand over a window."""
-    return {key: predicted(known, window) for key, known in knowledge.items() if known.is_weighed}
+def all_predicted(knowledge: LossKnowledge, window: Window, *, in_units: bool) -> dict[SummandKey, float]:
+    """Return what predicts the weight of each summand over a window, `in_units` of what is counted or as a weight."""
+    weighed = [(key, known) for key, known in knowledge.items() if known.is_weighed]
+    return {key: predicted(known, window) * (1.0 if in_units else unit_of(known, window)) for key, known in weighed}
+
+
+def unit_of(known: Known, window: Window) -> float:
+    """Return the weight of one that the hint counts by which a summand is predicted."""
+    hint = hint_of(known, window)
+    return known.hints.get(hint, 1.0) if hint is not None else 1.0
 
 
 def predicted(known: Known, window: Window) -> float:

@@ -160,14 +160,14 @@ class WindowWeights:
             # What all processes have to divide by alike is known before any of them reads a loss.
             total = predicted(known, self._window) if self._predicted is None else self._predicted.get(key)
             # That of a single summand is an exact count: what it is multiplied by cancels out at the end.
-            has_unit = not self._is_exact and len(self._knowledge.items()) > 1
+            has_unit = not self._is_exact and not self._has_to_pass and len(self._knowledge.items()) > 1
             self._weights[key] = SummandWeights(
                 key,
                 self._knowledge,
                 self._window,
                 power_of_two(self._samples) if total is None else total,
                 has_unit=has_unit,
-                has_own_unit=not self._has_to_pass,
+                has_to_pass=self._has_to_pass,
                 is_quick=self._is_quick and not has_unit,
             )
         return self._weights[key]
@@ -227,12 +227,12 @@ class WindowWeights:
             return self._scale
         divisor = weights.add(loss, summand, self._now)
         if loss.is_sum:
-            return self._scale / weights.prediction
+            return self._scale / weights.fix()
         if not isinstance(divisor, Tensor) and (not divisor or math.isinf(divisor)):
             return 0.0  # what is multiplied by 0 is not there
         if isinstance(weight := weights.found[-1], float) and not weight:  # divided by max(1, 0)
             self._exists.setdefault(loss.name, True)
-        return divisor / weights.prediction * self._scale
+        return divisor / weights.fix() * self._scale
 
     def _scaled(
         self, loss: LossValue, summands: Sequence[ReadTerm], factors: Sequence[float | Tensor], *, has_sum: bool
@@ -314,10 +314,7 @@ class WindowWeights:
         """Return what this process's part tells of the window's weights."""
         found = {key: one for key, one in self._weights.items() if one.found}
         return PartWeights(
-            {
-                key: (float(one.total()), one.prediction, one.known.least * one.unit if one.known.least else 0.0)
-                for key, one in found.items()
-            },
+            {key: (float(one.total()), one.prediction, one.least) for key, one in found.items()},
             self._exists,
             {key: own for key, one in self._weights.items() if (own := one.of_sum(self._parts)) is not None},
         )
@@ -359,7 +356,9 @@ class Nothing(Alone):
     """Samples that count for nothing, of a process that makes a pass since others make it."""
 
     def weigh(self, loss: LossValue) -> Tensor:
-        """Return 0, with a gradient."""
+        """Return 0, with a gradient: what nothing counts in may be divided by 0, which would make NaN of it."""
+        for summand in read(loss.value) if loss.value.requires_grad else ():
+            stop(summand)
         return loss.value.nan_to_num() * 0.0
 
     def of_numbers(self, losses: Sequence[LossValue]) -> tuple[Any, bool]:  # noqa: ARG002 - as of a window

@@ -219,6 +219,23 @@ def test_window_that_is_made_again_draws_what_it_drew_before():
     assert drawn[-3:] == drawn[-6:-3]
 
 
+@pytest.mark.parametrize("factor", [-1.0, 2.0])
+def test_clamped_mean_times_a_factor_is_exact_beside_another_mean_and_alone(factor):
+    torch.manual_seed(0)
+
+    def loss(model, batch):
+        outputs, mask = model["all"](batch["inputs"]), batch["mask"]
+        clamped = factor * (outputs[:, 0] * mask).sum() / mask.sum().clamp(min=1)
+        return clamped + 0.1 * outputs[:, 1].square().mean() if batch["both"][0] else clamped
+
+    for both in (False, True):
+        made = Trained(loss, Called({"all": nn.Linear(10, 2)}).double(), 4)
+        for number in range(6):
+            mask = torch.ones(12).double()
+            mask[:4] = torch.tensor([number == 2, 0.0, 0.0, 0.0]) if number in (2, 4) else 1.0
+            made.assert_exact({"inputs": torch.randn(12, 10).double(), "mask": mask, "both": torch.full((12,), both)})
+
+
 def entropy(outputs, targets):
     """A function of the user's own."""
     return functional.cross_entropy(outputs, targets)
