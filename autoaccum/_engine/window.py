@@ -480,7 +480,7 @@ class Engine:
 
     def reported(self, reduced: WindowResult) -> dict[str, Any]:
         """Return what the report on a window that is complete says of it, by the names of its fields."""
-        said, room, sizing = self._step.objective.knowledge.warnings, self._room, self.sizing
+        said, room, sizing = self._step.objective.knowledge.said.texts, self._room, self.sizing
         new, self._warnings_reported = said[self._warnings_reported :], len(said)
         return {
             "samples": reduced.samples,

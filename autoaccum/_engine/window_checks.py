@@ -227,7 +227,7 @@ def warn_of_moving_state(objective: Objective, moved: Sequence[str]) -> None:
     if not moved:
         return
     usual = set(_usual(objective.modules))
-    objective.knowledge.warn_of_state(name for name in moved if name not in usual and not name.endswith(_OF_NORMS))
+    objective.knowledge.said.of_state(name for name in moved if name not in usual and not name.endswith(_OF_NORMS))
 
 
 def _usual(modules: Iterable[nn.Module]) -> Iterable[str]:

@@ -75,7 +75,7 @@ def _of_several(
         units = [abs(float(weight)) / one.per_sample for weight, one in zip(weights.note(loss), known, strict=True)]
         if all(is_same(one, units[0]) for one in units):
             return units[0], units[0]
-    knowledge.warn(
+    knowledge.said.warn(
         f"loss {loss.name!r} has terms that are divided by numbers of their own, of which an evaluation knows the sum "
         "alone: it weighs micro-batches by their samples; return the terms by name"
     )
@@ -88,7 +88,7 @@ def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, wind
     value = loss.value.detach()
     weights = _weights_of(known, window)
     if not weights:
-        knowledge.warn(
+        knowledge.said.warn(
             f"loss {loss.name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
             "the evaluation's mean weighs micro-batches by their samples"
         )
@@ -100,7 +100,7 @@ def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, wind
         weights = {count: n for count, n in weights.items() if n or not number} or weights
     if not _are_same(weights.values()):
         counts = " or ".join(sorted(map(in_words, weights)))
-        knowledge.warn(
+        knowledge.said.warn(
             f"what loss {loss.name!r} is divided by could be {counts}, which differ in an evaluation: it weighs "
             "micro-batches by the least; return a (sum, weight) pair"
         )

@@ -26,7 +26,10 @@ _UNCHANGED = (
     *("Transpose", "T", "NanToNum", "Where", "Expand", "AsStrided", "Contiguous"),
 )
 # What is linear for some samples and not for others, as of flooding, (loss - b).abs() + b.
-_NONLINEAR = ("Abs", "Clamp", "ClampMin", "ClampMax", "Relu", "LeakyRelu", "Maximum", "Minimum", "Max", "Min")
+_NONLINEAR = (
+    *("Abs", "Clamp", "ClampMin", "ClampMax", "Relu", "LeakyRelu", "Maximum", "Minimum", "Max", "Min"),
+    *("Sqrt", "Rsqrt", "Pow", "Exp", "Log", "Log1P", "Reciprocal", "Sigmoid", "Tanh", "Softplus"),
+)
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _FULL = (torch.float32, torch.float64)

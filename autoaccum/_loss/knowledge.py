@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._arguments import listed
+from autoaccum._loss.loss_warnings import LossWarnings
 from autoaccum._loss.summands import ADDED, STATED, Known, Reduction, Source, in_words, merged, narrowed
-from autoaccum.errors import InvalidInputError, LossWarning
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.summands import SummandKey
 
-# State named in a warning.
-_NAMED = 5
 # After this many inconclusive checks in a row, check only when due.
 _MOST_INCOMPLETE = 4
 # So often evaluations ask for another check.
@@ -57,7 +54,7 @@ class LossKnowledge:
         failures: Windows in a row whose weights were predicted wrong.
         counted: What all ranks count in the window for which losses are tried; None in one process.
         counts_again: Whether a summand that compares samples is beside a sum, so that each micro-batch reports it anew.
-        warnings: Warnings of gradients that may be wrong.
+        said: Warnings of gradients that may be wrong.
         tried: The values that a check has compared, by name of the loss, to be shown.
     """
 
@@ -68,9 +65,8 @@ class LossKnowledge:
         self.counts_again = False
         self.counted: Mapping[Count, float] | None = None
         self.failures = 0
-        self.warnings: list[str] = []
+        self.said = LossWarnings()
         self.tried: dict[str, str] = {}
-        self._moving: set[str] = set()  # state that was warned of
         self._owes_warning = False
         self._asked_of: list[list[Known]] = []
         self._incomplete = 0  # checks in a row that have not confirmed every loss
@@ -182,6 +178,8 @@ class LossKnowledge:
         Raises:
             InvalidInputError: A loss compares samples with each other.
         """
+        for name, known in found.items():
+            self._refuse(name, known)
         self.is_tried_now = True
         self._incomplete = 0 if is_complete else self._incomplete + 1
         self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
@@ -194,30 +192,34 @@ class LossKnowledge:
                 self.summands[name] = tuple(known) if both is None else both
             elif both is not None:
                 self.summands[name] = narrowed(before, known)
-            self._refuse_or_warn(name, known)
+            self._warn_of(name, known)
 
-    def _refuse_or_warn(self, name: str, known: Sequence[Known]) -> None:
-        """Reject a loss whose sums do not add up; warn of such a summand in a model's own, or beside a sum."""
-        doubtful = [number for number, one in enumerate(known) if one.reduction is Reduction.UNCONFIRMED]
-        if not doubtful:
+    def _refuse(self, name: str, known: Sequence[Known]) -> None:
+        """Reject a loss whose sums do not add up: not in a model's own, nor beside sums alone."""
+        term, others = _unconfirmed(name, known)
+        if not term or (others and (Reduction.MEAN not in others or self.is_models_own)):
             return
-        others = {one.reduction for one in known} - {Reduction.UNCONFIRMED, Reduction.CONSTANT}
-        term = f"term {doubtful[0] + 1} of {len(known)} of loss {name!r}" if len(known) > 1 else f"loss {name!r}"
-        if not others or (Reduction.MEAN in others and not self.is_models_own):
-            last = (
-                "or return it by its name, as (term * n, n), which counts by samples"
-                if others
-                else "or pass loss_reduction='mean' to average micro-batches all the same"
-            )
-            raise InvalidInputError(
-                f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch do not add up"
-                f"{self.tried.get(name, '')}. Pass loss_scope='window' to fit, Runner or Accumulator (a loss and a "
-                "forward, in place of a closure) if it compares samples; normalise before backward() what it "
-                f"normalises; return a (sum, weight) pair; {last}"
-            )
+        last = (
+            "or return it by its name, as (term * n, n), which counts by samples"
+            if others
+            else "or pass loss_reduction='mean' to average micro-batches all the same"
+        )
+        raise InvalidInputError(
+            f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch do not add up"
+            f"{self.tried.get(name, '')}. Pass loss_scope='window' to fit, Runner or Accumulator (a loss and a "
+            "forward, in place of a closure) if it compares samples; normalise before backward() what it normalises; "
+            f"return a (sum, weight) pair; {last}"
+        )
+
+    def _warn_of(self, name: str, known: Sequence[Known]) -> None:
+        """Warn of a summand whose sums do not add up."""
+        term, others = _unconfirmed(name, known)
+        if not term:
+            return
+        doubtful = [number for number, one in enumerate(known) if one.reduction is Reduction.UNCONFIRMED]
         adds = Reduction.SUM in others and all(known[number].adds for number in doubtful)
         self.counts_again |= Reduction.SUM in others and not adds
-        self.warn(
+        self.said.warn(
             f"{term} is neither a mean nor a sum over samples, as a router's balancing loss is not: it "
             f"{'is added' if adds else 'counts by samples'} in each micro-batch, and its gradient may differ from the "
             "whole batch's"
@@ -244,80 +246,14 @@ class LossKnowledge:
             self._graphs.add(built)
         return True
 
-    # --- warnings -----------------------------------------------------------------------------------------------------
-
-    def warn(self, text: str) -> None:
-        """Warn once that a gradient may be wrong."""
-        if text not in self.warnings:
-            self.warnings.append(text)
-            warnings.warn(f"autoaccum: {text}", LossWarning, stacklevel=2)
-
-    def warn_of_clamp(self, name: str) -> None:
-        """Warn of a divisor that is larger in a micro-batch than what is counted there."""
-        self.warn(
-            f"loss {name!r} divides by more in a micro-batch than is counted there, as max(1, n) does where n is 0: "
-            "such micro-batches then count too much; return the (sum, weight) pair with n itself"
-        )
-
-    def warn_of_divisor(self, name: str, divisor: float) -> None:
-        """Warn of a sum that may be a mean which is divided by max(k, n)."""
-        self.warn(
-            f"loss {name!r} is divided by {divisor:g} in all micro-batches, as by max({divisor:g}, n) where n is at "
-            f"most {divisor:g}, and is taken for a sum: micro-batches are added; return the (sum, weight) pair with n "
-            "itself, or pass loss_reduction='sum'"
-        )
-
-    def warn_of_unchecked(self, name: str) -> None:
-        """Warn of a loss of which no check could compare two parts."""
-        self.warn(
-            f"loss {name!r}: in none of the samples that were tried does something count in two parts, so what it is "
-            "divided by is read from its graph and not checked; a (sum, weight) pair says it"
-        )
-
     def warn_if_unchecked(self, *, is_said: bool = True) -> None:
         """Warn of what is known of a single sample alone, or forget it; not before that sample has fitted."""
         owes, self._owes_warning = self._owes_warning, False
         if owes and is_said:
-            self.warn(
+            self.said.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
                 "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
             )
-
-    def warn_of_compared_samples(self, *, by_state: bool) -> None:
-        """Warn of a model that compares samples, or moves `by_state` that it reads, under a loss of torch."""
-        if by_state:
-            self.warn(
-                "the model's outputs depend on state that forward() carries from call to call (a running mean, a "
-                "hidden state, a queue), which moves once for each micro-batch, so the gradient is not that of the "
-                "whole batch; move it once an optimizer step, from a callback's on_step (docs/losses.md)"
-            )
-            return
-        self.warn(
-            "the model's outputs for a sample depend on the others of its micro-batch, as x - x.mean(0) in forward() "
-            "makes them, so the gradient is not that of the whole batch (torch's BatchNorm modules are left out of "
-            "this check)"
-        )
-
-    def warn_of_state(self, names: Iterable[str]) -> None:
-        """Warn of state that forward passes move; once of each name."""
-        new = sorted(set(names) - self._moving)
-        self._moving |= set(new)
-        if new:
-            self.warn(
-                f"forward() moves {listed(new, _NAMED)}: once for each micro-batch, not once an optimizer step, and "
-                "later micro-batches meet other values than the first. For the whole batch's gradient, collect in a "
-                "buffer in forward() what moves them, and move them once an optimizer step, from a callback's on_step "
-                "(docs/losses.md)"
-            )
-
-    def warn_of_hidden_state(self) -> None:
-        """Warn of a loss that is another in a second pass over the same samples."""
-        self.warn(
-            "the loss of the same samples differs from pass to pass, though the attributes of modules were put back, "
-            "random generators among them. If it draws from another generator, make that an attribute of the module. "
-            "If it depends on state that is kept elsewhere (an object, a closure, a class, an array), that moves once "
-            "for each micro-batch: keep it in a buffer, and move it once an optimizer step, from a callback's on_step"
-        )
 
     # --- several ranks ------------------------------------------------------------------------------------------------
 
@@ -362,3 +298,12 @@ def changed(name: str, how: str) -> InvalidInputError:
         f"loss {name!r} {how}; return the same form in every micro-batch (a term of 0 where nothing counts), a (sum, "
         "weight) pair, or pass loss_reduction="
     )
+
+
+def _unconfirmed(name: str, known: Sequence[Known]) -> tuple[str, set[Reduction]]:
+    """Return the first summand whose sums do not add up, in words, "" if all do; and what the others are."""
+    doubtful = [number for number, one in enumerate(known) if one.reduction is Reduction.UNCONFIRMED]
+    if not doubtful:
+        return "", set()
+    term = f"term {doubtful[0] + 1} of {len(known)} of loss {name!r}" if len(known) > 1 else f"loss {name!r}"
+    return term, {one.reduction for one in known} - {Reduction.UNCONFIRMED, Reduction.CONSTANT}

@@ -98,7 +98,7 @@ class LossCheck:
         self.is_complete = not self._open
         for name, is_trusted in self._open.items():
             if not is_trusted and not self.knowledge.is_confirmed(name):
-                self.knowledge.warn_of_unchecked(name)
+                self.knowledge.said.of_unchecked(name)
         return self._found if has_tried else None
 
     def _try(self, source: Pass, sample: Window, first: int) -> None:
@@ -151,7 +151,7 @@ class LossCheck:
         self._open.pop(name, None)
         self._found[name] = known
         if any(one.reduction is Reduction.SUM and one.least == 1.0 for one in known):
-            self.knowledge.warn_of_divisor(name, 1.0)
+            self.knowledge.said.of_divisor(name, 1.0)
 
     def _explain(
         self,
@@ -176,7 +176,7 @@ class LossCheck:
         names = self.mark.moved_attributes() if self.tells_of_state else []
         # A flag that a buffer is filled makes a difference beside the empty buffer alone.
         if names and whole and all(self._depends_on_state(source, whole, sample, also=one) for one in (False, True)):
-            self.knowledge.warn_of_state(names)
+            self.knowledge.said.of_state(names)
 
     def _depends_on_state(
         self, source: Pass, whole: Mapping[str, Observation], sample: Window, *, also: bool = True
@@ -194,12 +194,12 @@ class LossCheck:
     def _look_for_hidden_state(self, source: Pass, whole: Mapping[str, Observation], sample: Window) -> None:
         """Warn if another pass over all samples differs from the first, though all that is known was put back."""
         is_later = self._passes > _MOST_PASSES and not self.knowledge.summands.keys() >= whole.keys()
-        if not (whole and self.tells_of_state) or self.knowledge.warnings or is_later:
+        if not (whole and self.tells_of_state) or self.knowledge.said.texts or is_later:
             return
         again = self._observe(source, sample, 0, sample.samples)
         finite = {name: run for name, run in whole.items() if math.isfinite(run.value) and name in again}
         if any(differ(run, again[name], self.tolerance) for name, run in finite.items()):
-            self.knowledge.warn_of_hidden_state()
+            self.knowledge.said.of_hidden_state()
 
     def _try_model(self, source: Pass, whole: Mapping[str, Observation], sample: Window, first: int) -> None:
         """Look whether a model compares samples, whose loss is one of torch."""
@@ -221,7 +221,7 @@ class LossCheck:
             if known.reduction not in (meant, Reduction.CONSTANT if meant is Reduction.MEAN else meant):
                 again = self._observe(source, sample, 0, sample.samples, seed=1)
                 if not differ(whole_run, again[name].as_one(), self.tolerance):  # otherwise it is random
-                    self.knowledge.warn_of_compared_samples(by_state=self._depends_on_state(source, whole, sample))
+                    self.knowledge.said.of_compared_samples(by_state=self._depends_on_state(source, whole, sample))
 
     # --- single samples -----------------------------------------------------------------------------------------------
 

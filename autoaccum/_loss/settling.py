@@ -111,7 +111,7 @@ def settle(
         if off > ONE_NUMBER:
             raise NotSettled(totals)
     elif off > _MOVES:
-        knowledge.warn(
+        knowledge.said.warn(
             "what the loss is divided by is not the same in two passes over a window, so its gradient may differ from "
             "the whole batch's; return (sum, weight) pairs"
         )
@@ -130,7 +130,7 @@ def _look_for_clamps(knowledge: LossKnowledge, parts: Sequence[PartWeights]) -> 
         elif any(is_same(total, known.least) for total in totals.values()):
             more = set()  # it may be what the window counts
         elif any(all(counts.get(count, _NONE)[1] <= known.least for _, counts in own) for count in more):
-            knowledge.warn_of_divisor(key[0], known.least)
+            knowledge.said.of_divisor(key[0], known.least)
         if more:
             knowledge.replace(key, hints={count: each for count, each in known.hints.items() if count not in more})
 

@@ -215,7 +215,7 @@ class SummandWeights:
         if not fit:
             return self._of_clamp(known, divisor, counts, weight)
         if divisor == 1.0 and min(counts.values()) < 1.0:
-            self._knowledge.warn_of_clamp(loss.name)  # what one count says may be max(1, n) of another
+            self._knowledge.said.of_clamp(loss.name)  # what one count says may be max(1, n) of another
         else:
             self._narrow(fit)
         if divisor < known.smallest:
@@ -243,7 +243,7 @@ class SummandWeights:
         self._narrow(below.keys())
         numbers = list(below.values())
         if divisor not in (known.least, 1.0) or not is_same(min(numbers), max(numbers)):
-            self._knowledge.warn_of_clamp(self.key[0])
+            self._knowledge.said.of_clamp(self.key[0])
         self._knowledge.replace(self.key, least=divisor)
         self._unit = weight / divisor if self._unit is None else self._unit
         return min(numbers) * weight / divisor
@@ -253,7 +253,7 @@ class SummandWeights:
         if len(self._knowledge.summands[loss.name]) == 1 and not float(loss.value.detach()):
             return 0.0
         if not known.is_guess:
-            self._knowledge.warn_of_clamp(loss.name)
+            self._knowledge.said.of_clamp(loss.name)
         return weight
 
     def _narrow(self, fit: AbstractSet[Count]) -> None:
@@ -268,7 +268,7 @@ class SummandWeights:
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             raise RecheckWindow(changed(self.key[0], how))
         if hints and not fit and not self._knowledge.is_checked_now and not self._has_to_pass:
-            self._knowledge.warn_of_unchecked(self.key[0])
+            self._knowledge.said.of_unchecked(self.key[0])
         if len(fit) < len(hints):
             self._knowledge.replace(self.key, hints={count: each for count, each in hints.items() if count in fit})
 
@@ -281,7 +281,7 @@ class SummandWeights:
             return
         self._divided = (weight, summand.divisor) if self._divided is None else self._divided
         if not is_same(weight, self._divided[0]):
-            self._knowledge.warn(
+            self._knowledge.said.warn(
                 f"loss {self.key[0]!r} was a sum, divided by one number, when it was checked, and is divided by "
                 "different numbers in the micro-batches of a window, which are added all the same: its gradient may "
                 "differ from the whole batch's; return a (sum, weight) pair"

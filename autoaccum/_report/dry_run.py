@@ -122,4 +122,4 @@ def _doubts_of_loss(step: TrainingStep, batch: Any, plan: Plan) -> list[str]:
             raise
         let_go(error)
         return []
-    return [*warnings, *step.objective.knowledge.warnings]
+    return [*warnings, *step.objective.knowledge.said.texts]

@@ -218,7 +218,7 @@ class Training:
             noise_scale=None if self._call.noise is None else self._call.noise.samples,
             memory=self._call.savings.names,
             warnings=(
-                *self._step.objective.knowledge.warnings,
+                *self._step.objective.knowledge.said.texts,
                 *(() if checkpoints is None else checkpoints.differences),
             ),
             skipped_samples=self._lifecycle.skipped_samples,

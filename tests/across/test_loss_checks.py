@@ -149,6 +149,27 @@ def test_loss_that_no_sample_changed_at_first_is_looked_at_when_it_changes():
     assert_exact(linear(), given, loss, forward=lambda model, batch: (model(batch["inputs"]), model.weight))
 
 
+@pytest.mark.parametrize("root", [torch.sqrt, lambda loss: loss.pow(0.5), lambda loss: loss.log()])
+def test_root_of_a_mean_is_refused_each_time_though_parts_are_nearly_alike(root):
+    refused = 0
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)
+        runner = autoaccum.Runner(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            autoaccum.plan(12, 4),
+            loss=lambda outputs, targets: root((outputs - targets).square().mean()),
+            device="cpu",
+            precision="fp32",
+        )
+        for _ in range(3):
+            with pytest.raises(autoaccum.InvalidInputError, match="its sums over parts of a batch do not add up"):
+                runner.step((torch.randn(12, 4), torch.randn(12, 3)))
+            refused += 1
+    assert refused == 30
+
+
 # --- what counts is rare ----------------------------------------------------------------------------------------------
 
 

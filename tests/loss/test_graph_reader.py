@@ -104,6 +104,16 @@ def test_weight_is_read(name):
 # Numbers that are a multiple of what they are computed from for some samples and not for others.
 NONLINEAR = {
     "Abs": lambda x, _: (x.mean() - 1).abs(),
+    "Sqrt": lambda x, _: x.square().mean().sqrt(),
+    "Rsqrt": lambda x, _: x.square().mean().rsqrt(),
+    "Pow": lambda x, _: x.mean().pow(2),
+    "Exp": lambda x, _: x.mean().exp(),
+    "Log": lambda x, _: x.square().mean().log(),
+    "Log1P": lambda x, _: x.square().mean().log1p(),
+    "Reciprocal": lambda x, _: x.mean().reciprocal(),
+    "Sigmoid": lambda x, _: x.mean().sigmoid(),
+    "Tanh": lambda x, _: x.mean().tanh(),
+    "Softplus": lambda x, _: functional.softplus(x.mean()),
     "Clamp": lambda x, _: x.mean().clamp(0, 1),
     "ClampMin": lambda x, _: x.mean().clamp(min=0),
     "ClampMax": lambda x, _: x.mean().clamp(max=1),
