@@ -383,8 +383,7 @@ class RankPeers(Peers):
         found = [part.variance for part in self.parts if part.variance is not None]
         if not found:
             return None
-        is_sum = not any(known.is_weighed for _, known in self._step.objective.knowledge.items())
-        unit = self._step.loss_scale() * (self.samples if is_sum else 1.0)
+        unit = self._step.loss_scale() * (self.samples if self._step.objective.knowledge.adds_all else 1.0)
         gradients = (parameter.grad for parameter in self._trained)
         whole = float(squared_norm(gradients, self._step.memory.device)) / unit**2
         return Spread(sum(found) / len(found), whole)

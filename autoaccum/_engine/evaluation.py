@@ -315,7 +315,7 @@ class Evaluator:
                 shares.append(sum_and_weight(knowledge, loss, part) if is_known else (samples, samples))
                 sums.add(_LOSS, loss.name, _times(loss.value, shares[-1][0]), shares[-1][1])
         # A number reported beside a loss is weighted as that.
-        is_sum = bool(knowledge.summands) and not any(known.is_weighed for _, known in knowledge.items())
+        is_sum = bool(knowledge.summands) and knowledge.adds_all
         usual = shares[0] if len(shares) == 1 else (1.0 if is_sum else samples, samples)
         for one in values:
             if one.is_reported:

@@ -101,6 +101,11 @@ class LossKnowledge:
         return all(known.source is not Source.GRAPH for _, known in self.items())
 
     @property
+    def adds_all(self) -> bool:
+        """Whether every loss is a sum, so that micro-batches are added."""
+        return not any(known.is_weighed for _, known in self.items())
+
+    @property
     def has_sum(self) -> bool:
         """Whether some summand is added, and not weighed."""
         return any(not known.is_weighed for _, known in self.items())

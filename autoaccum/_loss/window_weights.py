@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._loss.summands import Known, SummandKey
 
 _READ = Reduction.MEAN, Source.GRAPH
-COMPILED = "CompiledFunctionBackward"  # the node of compiled code, whose graph says nothing
+_COMPILED = "CompiledFunctionBackward"  # the node of compiled code, whose graph says nothing
 
 
 class Alone:
@@ -291,7 +291,7 @@ class WindowWeights:
             if not weights.known.is_weighed:
                 return self._scale, True
             return weights.found[-1] / weights.prediction * self._scale, False
-        if not any(known.is_weighed for _, known in self._knowledge.items()):
+        if self._knowledge.adds_all:
             return self._scale, True
         return (self._now.stop - self._now.start) / self._samples * self._scale, False
 
@@ -343,7 +343,7 @@ class WindowWeights:
         Several summands have no common weight: that of the samples stands for it.
         """
         sizes = [float(part.stop - part.start) for part in self._parts]
-        if not any(known.is_weighed for _, known in self._knowledge.items()):
+        if self._knowledge.adds_all:
             return sizes, float(self._window.samples)
         if len(self._weights) == 1:
             (only,) = self._weights.values()
@@ -383,7 +383,7 @@ def refuse_nothing(knowledge: LossKnowledge, loss: LossValue) -> None:
 
 def _compiled(summands: Sequence[ReadTerm]) -> str:
     """Return what to say where a loss is compiled code; "" if it is not."""
-    is_compiled = any(one.weight is None and one.end is not None and one.end.name() == COMPILED for one in summands)
+    is_compiled = any(one.weight is None and one.end is not None and one.end.name() == _COMPILED for one in summands)
     return "has a graph that cannot be read, as compiled code has none" if is_compiled else ""
 
 
