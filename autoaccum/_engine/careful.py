@@ -106,6 +106,7 @@ class CarefulPath:
             at.sizes = at.sizes[: before + len(sizes)]
         at.size = None
         if given.doubt is None and isinstance(weights, WindowWeights):
+            weights.finish()
             given.weights = weights
             given.spread = None if first_norm is None else self._spread(first_norm, weights, window.samples)
         return given
@@ -231,6 +232,7 @@ class CarefulPath:
         at.size = None
         self._before_trying.restore()
         self._before_trying.forget_attributes()
+        weights.finish()
         return weights.totals()
 
     # --- windows in which the noise of gradients is measured ----------------------------------------------------------

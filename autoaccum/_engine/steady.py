@@ -220,7 +220,7 @@ class SteadyPath:
         knowledge.begin_window()
         # Where everything counts, micro-batches count by their samples.
         by_samples = all_count and knowledge.is_torch_loss and not knowledge.has_sum
-        weights = None if is_whole or by_samples else WindowWeights(knowledge, window, is_quick=True)
+        weights = None if is_whole or by_samples else WindowWeights(knowledge, window)
         losses: list[Tensor] = []
         reached: list[Tensor] = []
         loss: Tensor | None
@@ -269,7 +269,7 @@ class SteadyPath:
                 stage.phase = Phase.TRANSFER
         at.size = None
         if weights is not None:
-            weights.compare()
+            weights.finish()
             losses = [loss.nan_to_num() for loss in losses] if may_be_nan else losses
         return PartResult(samples, {name: LossSum(losses)}, weights=weights, reached=reached)
 

@@ -39,8 +39,27 @@ class MicroBatch(NamedTuple):
     batch: Any = None
 
 
+class _Read(NamedTuple):
+    """What a micro-batch's graph says of a mean.
+
+    Attributes:
+        place: Its number in the window.
+        part: The micro-batch.
+        number: What counts of the batch have to explain: the divisor, where they have been that, or else the weight.
+        counts: Those of the batch; None where the window can be asked for them at any time.
+    """
+
+    place: int
+    part: MicroBatch
+    number: float
+    counts: Mapping[Count, float] | None
+
+
 class SummandWeights:
     """One summand in one window.
+
+    Weights are what the micro-batches' graphs say. At the end of the window they are compared with the counts of the
+    batch that have predicted their sum, of which they are multiples: `explain`.
 
     Args:
         key: The summand.
@@ -49,7 +68,6 @@ class SummandWeights:
         predicted: What `predicted` gives for it, or its weight W.
         has_unit: Whether `predicted` counts something that has a weight; otherwise it is a weight, or any power of it.
         has_to_pass: Whether processes run passes together, and none may begin a window again by itself.
-        is_quick: Whether divisors that the batch counts are compared once, by `compare`.
     """
 
     def __init__(
@@ -61,7 +79,6 @@ class SummandWeights:
         *,
         has_unit: bool = False,
         has_to_pass: bool = False,
-        is_quick: bool = False,
     ) -> None:
         self.key = key
         self._knowledge = knowledge
@@ -69,16 +86,10 @@ class SummandWeights:
         self._predicted = predicted or 1.0
         self._has_unit = has_unit
         self._has_to_pass = has_to_pass
-        self._is_quick = is_quick
-        # Whether the window's divisors are counted. Where a clamp was met, each micro-batch is compared.
-        self._are_counted = (
-            self.known.is_divisor and not self.known.least and hint_of(self.known, window) in self.known.hints
-        )
-        self._divisors: list[float] = []  # to be compared
+        self._reads: list[_Read] = []  # to be explained
         self.found: list[float | Tensor] = []
         self._fixed: float | None = None  # P, once a micro-batch was divided by it
         self._unit: float | None = None  # the weight of one that is counted, in the first micro-batch
-        self._scale: float | None = None  # by how much it exceeds what it was in the check
         self._numbers: dict[Count, float] = {}  # the counts of the first micro-batch, where they are the weights
         self._divided: tuple[float, Any] | None = None  # what a sum was divided by first, and its divisor
 
@@ -92,22 +103,16 @@ class SummandWeights:
         """P, which stands for W until that is known."""
         if self._fixed is not None:
             return self._fixed
-        return self._predicted * self.unit if self._has_unit else self._predicted
-
-    @property
-    def unit(self) -> float:
-        """The weight of one that is counted, of the hint by which W is predicted."""
-        if self._unit is not None:
-            return self._unit
-        return unit_of(self.known, self._window)
+        return self._predicted * self._weight_of_one() if self._has_unit else self._predicted
 
     @property
     def least(self) -> float:
         """The least in magnitude that the window's weight can be."""
-        known = self.known
-        if not known.least:
-            return 0.0
-        return known.least * (next(iter(known.hints.values()), 1.0) if self._unit is None else self._unit)
+        return self.known.least * self._weight_of_one() if self.known.least else 0.0
+
+    def _weight_of_one(self) -> float:
+        """Return the weight of one that is counted, of the hint by which W is predicted."""
+        return unit_of(self.known, self._window) if self._unit is None else self._unit
 
     def fix(self) -> float:
         """Return P, by which a micro-batch is divided: it stays the same from now on."""
@@ -118,15 +123,6 @@ class SummandWeights:
         """Return the weights, added up over these samples."""
         total: Any = sum(self.found[1:], start=self.found[0])
         return in_full(total) if isinstance(total, Tensor) and not total.is_cpu else float(total)
-
-    def compare(self) -> bool:
-        """Return whether the divisors that were not compared yet are what the batch counts."""
-        if not self._divisors:
-            return True
-        smallest = min(self._divisors)
-        if smallest < self.known.smallest:
-            self._knowledge.replace(self.key, smallest=smallest)
-        return is_same(sum(self._divisors), self._predicted)
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
@@ -147,16 +143,20 @@ class SummandWeights:
                 raise RecheckWindow(changed(loss.name, "has a graph that cannot be read, as compiled code has none"))
             weight = divisor = self._counted(known, part)  # of compiled code, which was checked as it is written
         elif not isinstance(divisor, Tensor):
-            weight = self._true_weight(loss, known, summand, part)
+            weight = self._read(loss, known, summand, part)
         self.found.append(weight)
         return divisor
 
     def counts_as(self, summand: ReadTerm, part: MicroBatch) -> bool:
         """Whether the weight of a summand is one of the counts that have been its weight."""
-        hints = self.known.hints
-        counts = counted(self._window, *part[:2], frozenset(hints), part.batch) if hints else {}
-        weight = summand.weight
-        return isinstance(weight, float) and any(is_same(weight, n * hints[count]) for count, n in counts.items())
+        hints, weight = self.known.hints, summand.weight
+        return isinstance(weight, float) and any(
+            is_same(weight, n * hints[count]) for count, n in self._counts(part).items()
+        )
+
+    def _counts(self, part: MicroBatch) -> dict[Count, float]:
+        hints = frozenset(self.known.hints)
+        return counted(self._window, part.start, part.stop, hints, part.batch) if hints else {}
 
     def _counted(self, known: Known, part: MicroBatch) -> float:
         """Return the weight of a summand of which the batch says it.
@@ -166,7 +166,7 @@ class SummandWeights:
         """
         if known.reduction is not Reduction.MEAN:
             return float(part.stop - part.start)
-        numbers = counted(self._window, *part[:2], frozenset(known.hints), part.batch)
+        numbers = self._counts(part)
         self._numbers = self._numbers or numbers
         times = [n / (self._numbers[count] or 1.0) for count, n in numbers.items()]
         if not all(is_same(one, times[0]) for one in times):
@@ -179,74 +179,39 @@ class SummandWeights:
         first = min(numbers)
         return numbers[first] * known.hints[first]
 
-    def _true_weight(self, loss: LossValue, known: Known, summand: ReadTerm, part: MicroBatch) -> float:
+    def _read(self, loss: LossValue, known: Known, summand: ReadTerm, part: MicroBatch) -> float:
         """Return the weight of a mean by its graph: n in place of max(k, n), and 0 for what is multiplied by 0."""
-        weight = float(summand.weight)
+        weight, divisor = float(summand.weight), float(summand.divisor or 0.0)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {loss.name!r} divides by NaN; look for NaN among the weights")
         if not weight or math.isinf(weight):
             return 0.0
-        if summand.divisor is None and (self._is_quick or self._knowledge.is_torch_loss):
+        if summand.divisor is None and self._knowledge.is_torch_loss:
             return weight  # an operator of torch counts, and is never clamped
-        if self._is_quick and self._are_counted:
-            self._divisors.append(float(summand.divisor or 0.0))
-            return weight
-        counts = counted(self._window, *part[:2], frozenset(known.hints), part.batch) if known.hints else {}
-        if known.is_divisor and summand.divisor:
-            return self._by_divisor(loss, known, float(summand.divisor), counts, weight)
-        expected = {count: n * known.hints[count] for count, n in counts.items()}
-        if expected and self._scale is None:
-            self._scale = _scale_of(weight, expected)
-        is_one = summand.divisor == 1.0
-        fit = self._fitting(weight, expected, 1.0 if is_one else self._scale or 1.0)
-        if is_one and not fit:
-            return self._of_divisor_1(loss, known, weight)
-        self._narrow(fit)
-        self._note_unit(known, counts, weight)
+        if self._unit is None and (known.is_divisor or self._has_unit):
+            self._unit = self._unit_of(known, weight, divisor, part)
+        number = divisor if known.is_divisor and divisor else weight
+        # What a split has made it may make otherwise another time.
+        counts = None if part.batch is None else self._counts(part)
+        if divisor in (1.0, known.least or 1.0):  # it may be max(k, n)
+            counts = self._counts(part)
+            expected = [n if known.is_divisor else n * known.hints[count] for count, n in counts.items()]
+            below = [n for n in counts.values() if n < divisor] if known.is_divisor else []
+            if not (below or divisor != 1.0 or any(is_same(number, n) for n in expected)):
+                return self._of_divisor_1(loss, known, weight)
+            if below and not any(is_same(divisor, n) for n in expected):
+                number, weight = min(below), min(below) * weight / divisor
+                self._knowledge.replace(self.key, least=divisor)
+        self._reads.append(_Read(len(self.found), part, number, counts))
         return weight
 
-    def _by_divisor(
-        self, loss: LossValue, known: Known, divisor: float, counts: Mapping[Count, float], weight: float
-    ) -> float:
-        """Return the weight of a mean whose divisor the hints count."""
-        if divisor == 1.0 and not counts:
-            return self._of_divisor_1(loss, known, weight)
-        fit = self._fitting(divisor, counts)
-        if not fit:
-            return self._of_clamp(known, divisor, counts, weight)
-        if divisor == 1.0 and min(counts.values()) < 1.0:
-            self._knowledge.said.of_clamp(loss.name)  # what one count says may be max(1, n) of another
-        else:
-            self._narrow(fit)
-        if divisor < known.smallest:
-            self._knowledge.replace(self.key, smallest=divisor)
-        self._note_unit(known, counts, weight)
-        return weight
-
-    def _fitting(self, number: float, counts: Mapping[Count, float], scale: float = 1.0) -> set[Count]:
-        """Return the counts that a number is, times a scale, but for rounding of the window's."""
-        room = ONE_NUMBER * abs(self.prediction)
-        return {count for count, n in counts.items() if is_same(number, n * scale) or abs(number - n * scale) <= room}
-
-    def _note_unit(self, known: Known, counts: Mapping[Count, float], weight: float) -> None:
-        """Note the weight of one that is counted, by the first micro-batch in which something is."""
+    def _unit_of(self, known: Known, weight: float, divisor: float, part: MicroBatch) -> float | None:
+        """Return the weight of one that is counted, in a micro-batch; None if nothing is."""
+        if known.is_divisor and divisor:
+            return weight / divisor
         hint = hint_of(known, self._window)
-        if self._unit is None and hint is not None and counts.get(hint):
-            self._unit = weight / counts[hint]
-
-    def _of_clamp(self, known: Known, divisor: float, counts: Mapping[Count, float], weight: float) -> float:
-        """Return the weight of a mean that no hint explains: n where max(k, n) is read; otherwise as it is read."""
-        below = {count: n for count, n in counts.items() if n < divisor}
-        if not below or not (divisor in (known.least, 1.0) or divisor <= known.smallest * (1 + SAME_WEIGHT)):
-            self._narrow(set())
-            return weight
-        self._narrow(below.keys())
-        numbers = list(below.values())
-        if divisor not in (known.least, 1.0) or not is_same(min(numbers), max(numbers)):
-            self._knowledge.said.of_clamp(self.key[0])
-        self._knowledge.replace(self.key, least=divisor)
-        self._unit = weight / divisor if self._unit is None else self._unit
-        return min(numbers) * weight / divisor
+        number = 0.0 if hint is None else counted(self._window, *part[:2], frozenset([hint]), part.batch)[hint]
+        return weight / number if number else None
 
     def _of_divisor_1(self, loss: LossValue, known: Known, weight: float) -> float:
         """Return the weight of a mean of which nothing tells whether its divisor of 1 is max(1, 0)."""
@@ -255,6 +220,58 @@ class SummandWeights:
         if not known.is_guess:
             self._knowledge.said.of_clamp(loss.name)
         return weight
+
+    # --- what explains the weights of a window ------------------------------------------------------------------------
+
+    def explain(self) -> bool:
+        """Compare weights with what the batch counts; return False where they were of max(k, n), and are of n now.
+
+        Raises:
+            RecheckWindow: Nothing explains them, in a window for which no check was tried.
+        """
+        reads, known = self._reads, self.known
+        if not reads or not known.hints:
+            return True
+        smallest = min(read.number for read in reads)
+        may_be_least = {1.0, known.least, smallest if smallest <= known.smallest * (1 + SAME_WEIGHT) else 1.0}
+        if known.is_divisor and not known.least and smallest < known.smallest:
+            self._knowledge.replace(self.key, smallest=smallest)
+        if self._explains_sum(known, reads):
+            return True
+        counts = [self._counts(read.part) if read.counts is None else read.counts for read in reads]
+        by_hint = {
+            hint: [(read.number, of_read[hint]) for read, of_read in zip(reads, counts, strict=True)]
+            for hint in known.hints
+        }
+        if not known.is_divisor:
+            fit = {hint for hint, pairs in by_hint.items() if _fits(pairs, known.hints[hint])}
+            # A factor may change from step to step.
+            self._narrow(fit or {hint for hint, pairs in by_hint.items() if _fits(pairs, _quotient(pairs))})
+            return True
+        fit = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0)}
+        clamped = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0, may_be_least)}
+        self._narrow(clamped)
+        if fit == clamped:
+            return True
+        numbers = [[of_read[hint] for hint in clamped] for of_read in counts]
+        least = {read.number for read, own in zip(reads, numbers, strict=True) if not is_same(read.number, min(own))}
+        if fit or least - {1.0, known.least} or not all(is_same(min(own), max(own)) for own in numbers):
+            self._knowledge.said.of_clamp(self.key[0])  # what one count says may be max(1, n) of another
+        if fit:
+            return True
+        self._knowledge.replace(self.key, least=max(least))
+        for read, own in zip(reads, numbers, strict=True):
+            self.found[read.place] *= min(1.0, min(own) / read.number) if read.number else 1.0
+        return False
+
+    def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:
+        """Whether the sum of weights is what hints predict, as it is in almost every window."""
+        if reads[0].counts is not None:
+            return False
+        free = [hint for hint in known.hints if _is_free(hint, self._window)]
+        numbers = counted(self._window, 0, self._window.samples, frozenset(free or known.hints))
+        total = sum(read.number for read in reads)
+        return all(is_same(total, n if known.is_divisor else n * known.hints[hint]) for hint, n in numbers.items())
 
     def _narrow(self, fit: AbstractSet[Count]) -> None:
         """Keep only the hints that fit.
@@ -300,10 +317,19 @@ class SummandWeights:
         return divisor, {count: (sum(found), max(found)) for count, found in numbers.items()}
 
 
-def _scale_of(weight: float, expected: Mapping[Count, float]) -> float:
-    """Return by how much a weight exceeds what is expected, as that of a factor which changes from step to step."""
-    first = next(iter(expected.values()))
-    return 1.0 if not first or any(is_same(weight, one) for one in expected.values()) else weight / first
+def _fits(pairs: Sequence[tuple[float, float]], scale: float, least: AbstractSet[float] = frozenset()) -> bool:
+    """Whether each number is a count times a scale, or one of `least` that exceeds it, but for rounding."""
+    room = ONE_NUMBER * sum(abs(number) for number, _ in pairs)
+    return all(
+        is_same(number, n * scale) or abs(number - n * scale) <= room or (n < number and number in least)
+        for number, n in pairs
+    )
+
+
+def _quotient(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return what numbers are of counts, all together."""
+    of_counts = sum(n for _, n in pairs)
+    return sum(number for number, _ in pairs) / of_counts if of_counts else 0.0
 
 
 def counted(window: Window, start: int, stop: int, wanted: frozenset[Count], batch: Any = None) -> dict[Count, float]:

@@ -70,7 +70,6 @@ class WindowWeights:
         totals: Of the whole window, of which these samples are a part, or of an earlier pass; None if not known.
         has_to_pass: Whether processes run passes together: a loss in which nothing counts has a backward pass all the
             same, and nothing that one of them reads makes its predictions differ from the others'.
-        is_quick: Whether divisors that the batch counts are compared once, at the end.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class WindowWeights:
         totals: Totals | None = None,
         *,
         has_to_pass: bool = False,
-        is_quick: bool = False,
     ) -> None:
         self._knowledge = knowledge
         self._window = window
@@ -88,7 +86,6 @@ class WindowWeights:
         self._scale = 1.0 if totals is None else totals.scale
         self._is_exact = totals is not None and totals.is_exact
         self._has_to_pass = has_to_pass
-        self._is_quick = is_quick
         self._predicted = None if totals is None else totals.weights
         self._weights: dict[SummandKey, SummandWeights] = {}
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
@@ -168,7 +165,6 @@ class WindowWeights:
                 power_of_two(self._samples) if total is None else total,
                 has_unit=has_unit,
                 has_to_pass=self._has_to_pass,
-                is_quick=self._is_quick and not has_unit,
             )
         return self._weights[key]
 
@@ -297,13 +293,15 @@ class WindowWeights:
 
     # --- after the window ---------------------------------------------------------------------------------------------
 
-    def compare(self) -> None:
-        """Compare divisors with what the batch counts, where they have not been yet: `is_quick`.
+    def finish(self) -> None:
+        """Compare the weights of all micro-batches with what the batch counts.
 
         Raises:
-            NotSettled: They differ, and the window has to be made again to find out where.
+            NotSettled: Some were of max(k, n): the window is made again, since numbers were reported by them.
+            RecheckWindow: The loss is not what is known of it.
         """
-        if not all(one.compare() for one in self._weights.values()):
+        are_right = [one.explain() for one in self._weights.values()]
+        if not all(are_right) and not self._has_to_pass:
             raise NotSettled(None)
 
     def totals(self) -> dict[SummandKey, float]:
@@ -334,8 +332,14 @@ class WindowWeights:
         return settle(self._knowledge, [self.message()], is_exact=self._is_exact)[0]
 
     def weight_of(self, name: str) -> float | Tensor:
-        """Return the weight of a loss that has a single summand."""
-        return self._of((name, 0)).total()
+        """Return the weight of a loss that has a single summand.
+
+        Raises:
+            RecheckWindow: The loss is not what is known of it.
+        """
+        weights = self._of((name, 0))
+        weights.explain()
+        return weights.total()
 
     def of_gradient(self) -> tuple[Sequence[float], float]:
         """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean.
