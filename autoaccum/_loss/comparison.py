@@ -133,9 +133,8 @@ class _Compared:
         counts = [run.counts for run in self._runs]
         divisors = [float(one.divisor or 0.0) for one in self._summands]
         if divisors[0] and (found := counts_of_divisor(divisors, counts, known.least)):
-            smallest = min(one for one in divisors if one)
             hints = dict.fromkeys(found, weights[0] / divisors[0])
-            return replace(known, hints=hints, is_divisor=True, smallest=smallest)
+            return replace(known, hints=hints, is_divisor=True)
         return known if known.least else replace(known, hints=hints_of(weights, counts))
 
     def _is_constant(self) -> bool:

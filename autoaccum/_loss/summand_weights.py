@@ -12,7 +12,7 @@ from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES, TARGETS, cou
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.loss_values import in_full
 from autoaccum._loss.settling import ONE_NUMBER
-from autoaccum._loss.summands import SAME_WEIGHT, Known, Reduction, Source, is_same
+from autoaccum._loss.summands import Known, Reduction, Source, is_same
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -233,9 +233,6 @@ class SummandWeights:
         if not reads or not known.hints:
             return True
         smallest = min(read.number for read in reads)
-        may_be_least = {1.0, known.least, smallest if smallest <= known.smallest * (1 + SAME_WEIGHT) else 1.0}
-        if known.is_divisor and not known.least and smallest < known.smallest:
-            self._knowledge.replace(self.key, smallest=smallest)
         if self._explains_sum(known, reads):
             return True
         counts = [self._counts(read.part) if read.counts is None else read.counts for read in reads]
@@ -249,7 +246,7 @@ class SummandWeights:
             self._narrow(fit or {hint for hint, pairs in by_hint.items() if _fits(pairs, _quotient(pairs))})
             return True
         fit = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0)}
-        clamped = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0, may_be_least)}
+        clamped = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0, {1.0, known.least, smallest})}
         self._narrow(clamped)
         if fit == clamped:
             return True

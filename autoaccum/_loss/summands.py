@@ -6,7 +6,6 @@ is a mean: the summand of the window is (sum of S) / (sum of w).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -54,7 +53,6 @@ class Known:
         per_sample: The w of a sample in the last check.
         least: The k of max(k, n), where n is what the hints count; 0 if nothing is clamped. Of a sum its divisor, which
             none of the hints has exceeded.
-        smallest: The smallest divisor that was what a hint counts.
         is_guess: Whether the graph suggests it, and no check has compared parts in which something counts.
         adds: Of what is not confirmed: whether its parts make the whole rather added than averaged.
         number: Of a sum: where the batch carries the number that it is divided by.
@@ -66,7 +64,6 @@ class Known:
     is_divisor: bool = False
     per_sample: float = 1.0
     least: float = 0.0
-    smallest: float = math.inf
     is_guess: bool = False
     adds: bool = False
     number: Path | None = None
@@ -139,7 +136,6 @@ def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] 
             one,
             hints=one.hints if its.is_guess and not one.is_guess else _of_both(one.hints, its.hints),
             least=max(one.least, its.least),
-            smallest=min(one.smallest, its.smallest),
         )
         for one, its in zip(surer, other, strict=True)
     )
