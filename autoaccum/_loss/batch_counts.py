@@ -22,20 +22,13 @@ _MOST_DIMS = 2
 _MOST_ELEMENTS = 2**16
 
 LABELS = f"labels that are not {IGNORED}"
-SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
-_ZEROS, _SHIFTED_ZEROS = "the number of 0", "the number of 0, shifted by one"
-_OF_MASKS = (SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
-POSITIVE = "the number above 0"
 SHIFTED = f"{LABELS}, shifted by one"
-_SHIFTED = (SHIFTED, _SHIFTED_SUM, _SHIFTED_ZEROS)
+SUM, POSITIVE = "the sum", "the number above 0"
 _WAYS: dict[str, Callable[[Any], Any]] = {
     LABELS: lambda one: one.size - _ignored(one),
     SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
     SUM: lambda one: one.sum(dtype="float64"),
-    _SHIFTED_SUM: lambda one: one[..., 1:].sum(dtype="float64"),
     POSITIVE: lambda one: (one > 0).sum(),
-    _ZEROS: lambda one: (one == 0).sum(),
-    _SHIFTED_ZEROS: lambda one: (one[..., 1:] == 0).sum(),
 }
 TARGETS = "[1]"  # the name of those of a pair
 ELEMENTS, _ROWS = "elements", "rows"
@@ -115,9 +108,9 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
         are_rows = tensor.dim() > 1 or "[]" in name  # otherwise samples would be shifted
         for way, count in _WAYS.items():
-            if (wanted is not None and (way, name) not in wanted) or (way in _SHIFTED and not are_rows):
+            if (wanted is not None and (way, name) not in wanted) or (way == SHIFTED and not are_rows):
                 continue
-            if of_labels if way.startswith("labels") else way not in _OF_MASKS or not of_labels or _is_mask(tensor):
+            if of_labels if way.startswith("labels") else way != SUM or not of_labels or _is_mask(tensor):
                 yield way, float(count(_as_array(tensor)))
     if wanted is None or (ELEMENTS, name) in wanted:
         yield ELEMENTS, float(tensor.numel())

@@ -314,6 +314,8 @@ def _read_elements(node: Any, number: int, term: ReadTerm) -> list[ReadTerm]:
                 weight = _divided(term.weight, math.prod(shape)) if kind == "ExpandBackward" else term.weight
                 own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight))
             return _as_one(term, node, own)
+    elif kind in ("UnsqueezeBackward", "ViewBackward") and not _shape(*inputs[0][:2]):
+        return _read(inputs[0][0], term)  # a number
     elif len(inputs) == 1 and kind in ("NegBackward", "MulBackward", "DivBackward"):
         inner, of_inner, place = inputs[0]
         try:
