@@ -278,12 +278,14 @@ class Objective:
 
     def settings(self) -> tuple[Any, ...]:
         """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
-        reduction = None if self._kind is None else getattr(self.loss, "reduction", "mean")
-        return reduction, [(name, [one.kind for one in known]) for name, known in self.knowledge.summands.items()]
+        return self._reduction(), dict(self.knowledge.summands)
+
+    def _reduction(self) -> Any:
+        return None if self._kind is None else getattr(self.loss, "reduction", "mean")
 
     def _read_settings(self) -> None:
         """Read the settings of a loss of torch."""
-        reduction, *_ = self.settings()
+        reduction = self._reduction()
         if reduction == self._settings:
             return
         self._settings = reduction
