@@ -23,7 +23,7 @@ from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss.graph_reader import leaves_of
 from autoaccum._loss.loss_values import LossValue
-from autoaccum._loss.summands import Reduction
+from autoaccum._loss.summands import BY_SAMPLES, Reduction
 from autoaccum._loss.torch_losses import everything_counts
 from autoaccum._loss.window_weights import WindowWeights, refuse_nothing
 
@@ -221,6 +221,7 @@ class SteadyPath:
         knowledge.begin_window()
         # Where everything counts, micro-batches count by their samples.
         by_samples = all_count and knowledge.is_torch_loss and knowledge.summands[name][0].reduction is Reduction.MEAN
+        by_samples |= knowledge.default is BY_SAMPLES and not self._is_part
         weights = None if is_whole or by_samples else WindowWeights(knowledge, window)
         losses: list[Tensor] = []
         reached: list[Tensor] = []

@@ -65,7 +65,8 @@ class SummandWeights:
         key: The summand.
         knowledge: What is known of it; what the micro-batches show beyond is added.
         window: The samples.
-        predicted: What `predicted` gives for it, or its weight W.
+        predicted: What `predicted` gives for all samples of which these are a part, or its weight W; None if these are
+            all.
         has_unit: Whether `predicted` counts something that has a weight; otherwise it is a weight, or any power of it.
         has_to_pass: Whether processes run passes together, and none may begin a window again by itself.
     """
@@ -75,7 +76,7 @@ class SummandWeights:
         key: SummandKey,
         knowledge: LossKnowledge,
         window: Window,
-        predicted: float,
+        predicted: float | None,
         *,
         has_unit: bool = False,
         has_to_pass: bool = False,
@@ -83,7 +84,9 @@ class SummandWeights:
         self.key = key
         self._knowledge = knowledge
         self._window = window
-        self._predicted = predicted or 1.0
+        self._hint = hint_of(self.known, window)
+        self._number = None if predicted is not None else _by_hint(self._hint, window)
+        self._predicted = (self._number or _by_check(self.known, window) if predicted is None else predicted) or 1.0
         self._has_unit = has_unit
         self._has_to_pass = has_to_pass
         self._reads: list[_Read] = []  # to be explained
@@ -209,7 +212,7 @@ class SummandWeights:
         """Return the weight of one that is counted, in a micro-batch; None if nothing is."""
         if known.is_divisor and divisor:
             return weight / divisor
-        hint = hint_of(known, self._window)
+        hint = self._hint
         number = 0.0 if hint is None else counted(self._window, *part[:2], frozenset([hint]), part.batch)[hint]
         return weight / number if number else None
 
@@ -265,8 +268,12 @@ class SummandWeights:
         """Whether the sum of weights is what hints predict, as it is in almost every window."""
         if reads[0].counts is not None:
             return False
-        free = [hint for hint in known.hints if _is_free(hint, self._window)]
-        numbers = counted(self._window, 0, self._window.samples, frozenset(free or known.hints))
+        hint = self._hint
+        if hint is not None and hint in known.hints and self._number and not self._knowledge.is_tried_now:
+            numbers = {hint: self._number}
+        else:
+            free = frozenset(hint for hint in known.hints if _is_free(hint, self._window))
+            numbers = counted(self._window, 0, self._window.samples, free or frozenset(known.hints))
         total = sum(read.number for read in reads)
         return all(is_same(total, n if known.is_divisor else n * known.hints[hint]) for hint, n in numbers.items())
 
@@ -362,9 +369,15 @@ def predicted(known: Known, window: Window) -> float:
 
     Anything else would depend on the samples of the last check, and the optimizer step to the last bit with it.
     """
-    hint = hint_of(known, window)
-    if hint is not None and (number := counted(window, 0, window.samples, frozenset([hint]))[hint]):
-        return number
+    return _by_hint(hint_of(known, window), window) or _by_check(known, window)
+
+
+def _by_hint(hint: Count | None, window: Window) -> float:
+    """Return what a window counts by the hint that predicts the weight of a summand; 0 for nothing."""
+    return 0.0 if hint is None else counted(window, 0, window.samples, frozenset([hint]))[hint]
+
+
+def _by_check(known: Known, window: Window) -> float:
     return power_of_two(known.per_sample * window.samples)
 
 

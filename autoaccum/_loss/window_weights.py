@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 from autoaccum._loss.graph_reader import ReadTerm, has_only_weights_of_0, read, stop, weight_at_once
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.settling import NotSettled, PartWeights, nothing_counts, settle
-from autoaccum._loss.summand_weights import MicroBatch, SummandWeights, power_of_two, predicted
+from autoaccum._loss.summand_weights import MicroBatch, SummandWeights, power_of_two
 from autoaccum._loss.summands import Reduction, Source, is_same
 from autoaccum.errors import InvalidInputError
 
@@ -91,6 +91,7 @@ class WindowWeights:
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._parts: list[MicroBatch] = []
         self._only: SummandWeights | None = None  # of `weigh_at_once`
+        self._is_nested = window.is_nested
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class WindowWeights:
         part = MicroBatch(start, start + samples)
         self._parts.append(part)
         # What a split has made it may make otherwise another time.
-        self._now = part if self._window.is_nested else part._replace(batch=batch)
+        self._now = part if self._is_nested else part._replace(batch=batch)
 
     def leave(self) -> None:
         """End it; its batch is not needed any more."""
@@ -153,16 +154,15 @@ class WindowWeights:
     def _of(self, key: SummandKey) -> SummandWeights:
         """Return the weights of a summand."""
         if key not in self._weights:
-            known = self._knowledge.summands[key[0]][key[1]]
             # What all processes have to divide by alike is known before any of them reads a loss.
-            total = predicted(known, self._window) if self._predicted is None else self._predicted.get(key)
+            total = None if self._predicted is None else self._predicted.get(key, power_of_two(self._samples))
             # That of a single summand is an exact count: what it is multiplied by cancels out at the end.
             has_unit = not self._is_exact and not self._has_to_pass and len(self._knowledge.items()) > 1
             self._weights[key] = SummandWeights(
                 key,
                 self._knowledge,
                 self._window,
-                power_of_two(self._samples) if total is None else total,
+                total,
                 has_unit=has_unit,
                 has_to_pass=self._has_to_pass,
             )
@@ -324,11 +324,13 @@ class WindowWeights:
             NotSettled: It is not one number.
             InvalidInputError: Nothing counts in the window, and its loss does not exist.
         """
-        if len(self._weights) == 1 and not self._knowledge.has_sum:
-            (only,) = self._weights.values()
-            if only.found and isinstance(total := only.total(), Tensor):  # which is not waited for
-                # Where it is 0 nothing counts, and there is nothing to correct.
+        only = next(iter(self._weights.values())) if len(self._weights) == 1 else None
+        if only is not None and only.found and only.known.is_weighed and not self._knowledge.has_sum:
+            total = only.total()
+            if isinstance(total, Tensor):  # which is not waited for; where it is 0, there is nothing to correct
                 return torch.where(total == 0, 1.0, only.prediction / total)
+            if total and total == only.prediction:  # as in almost every window
+                return 1.0
         return settle(self._knowledge, [self.message()], is_exact=self._is_exact)[0]
 
     def weight_of(self, name: str) -> float | Tensor:
