@@ -94,7 +94,7 @@ class RankPeers(Peers):
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
-        totals: Weights of the current window, if they are needed before its parts are computed.
+        totals: What predicts the weights of the current window, or those, if its parts need the same.
         is_decided: As for `Peers`.
     """
 

@@ -76,7 +76,7 @@ class CarefulPath:
     def run(
         self, window: Window, at: Progress, totals: Totals | None, *, is_first: bool, measures_noise: bool
     ) -> PartResult:
-        """Run a window, or this process's part, from its start; `totals` are the weights of all parts, if known."""
+        """Run a window, or this process's part, from its start; `totals` predict, or are, the weights of all parts."""
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
         step, sizing, given = self._step, self._sizing, PartResult(window.samples)

@@ -17,7 +17,7 @@ from autoaccum._data.nesting import as_leaf, copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
 from autoaccum._engine.optimizer_modes import evaluation_weights
-from autoaccum._engine.out_of_memory import Phase, resolvable_oom
+from autoaccum._engine.out_of_memory import TRIES_TO_WEIGH, Phase, resolvable_oom
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.evaluated import is_ambiguous, is_read, sum_and_weight
@@ -47,8 +47,6 @@ _NO_SAMPLES = (
 _TRIED = 32
 # Attempts at a loss over a whole batch.
 _TRIES = 2
-# Attempts at finding out what losses run over, each with half as many samples.
-_TRIES_TO_WEIGH = 4
 _LOSS, _REPORTED, _METRIC = "loss", "reported", "metric"
 
 
@@ -336,7 +334,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
     if objective.knowledge.is_stated or not objective.needs_check(window, halves, is_part=is_alone, is_due=False):
         return
     said = ""
-    for _ in range(_TRIES_TO_WEIGH):
+    for _ in range(TRIES_TO_WEIGH):
         try:
             with torch.inference_mode(False):
                 step.check_losses(window, mark)
@@ -354,7 +352,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
         if not mark.is_restored:
             mark.restore()
     objective.check_anew()
-    raise whole_does_not_fit(step, said, Phase.WEIGH, _TRIES_TO_WEIGH)
+    raise whole_does_not_fit(step, said, Phase.WEIGH, TRIES_TO_WEIGH)
 
 
 @contextmanager

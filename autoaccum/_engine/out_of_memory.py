@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     # Called on the first lack of memory, while the frames in which it happened still exist.
     Witness = Callable[..., None]
 
+# Attempts at trying losses, each on half as many samples: it takes many small steps, and each can fail.
+TRIES_TO_WEIGH = 4
+
 
 def resolvable_oom(
     error: Exception,

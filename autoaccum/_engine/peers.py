@@ -68,7 +68,7 @@ class Peers:
         """Raise InvalidInputError if there are new parameters that other processes do not know."""
 
     def begin(self, window: Window, sizing: Sizing) -> Totals | None:  # noqa: ARG002
-        """Begin this part of a window; return the weights of all of it if they have to be known beforehand."""
+        """Begin this part of a window; return what predicts the weights of all of it, if all need the same."""
         return None
 
     def runs_forward_first(self) -> bool:

@@ -27,7 +27,7 @@ from autoaccum._engine.does_not_fit import (
     whole_does_not_fit,
 )
 from autoaccum._engine.gradients import PartResult, Progress
-from autoaccum._engine.out_of_memory import Phase, damage_text, resolvable_oom
+from autoaccum._engine.out_of_memory import TRIES_TO_WEIGH, Phase, damage_text, resolvable_oom
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
 from autoaccum._engine.window_checks import (
     GradientChecks,
@@ -60,10 +60,8 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 _T = TypeVar("_T")
-# Attempts at work whose memory does not depend on the micro-batches' sizes. Trying the loss on a few samples takes
-# many small steps, and each can fail.
+# Attempts at work whose memory does not depend on the micro-batches' sizes.
 _TRIES = 2
-_TRIES_TO_WEIGH = 4
 # Seconds from which saving the random state of Python and NumPy, which takes 42 microseconds, is not worth leaving out.
 _LONG_S = 0.05
 # What torch, and models that check their inputs, raise for numbers of samples that they do not take.
@@ -380,7 +378,7 @@ class Engine:
         Unscaling, clipping and the optimizer do not depend on the sizes, so they are retried only once, after the
         caches are released.
         """
-        tries = _TRIES_TO_WEIGH if event.phase == Phase.WEIGH else _TRIES
+        tries = TRIES_TO_WEIGH if event.phase == Phase.WEIGH else _TRIES
         in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(self.oom_events))
         # If another rank lacks memory, its own limit on attempts ends this training too.
         if event.phase != Phase.ELSEWHERE and sum(earlier.phase == event.phase for earlier in in_a_row) >= tries:

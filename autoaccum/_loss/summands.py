@@ -48,9 +48,9 @@ class Known:
     Attributes:
         reduction: How it is put together. What is constant or not confirmed counts by samples.
         source: Where its weight w comes from.
-        hints: Counts of the batch that predict w, each with the w of one that is counted.
+        hints: Counts of the batch that predict w, each with the w of one that is counted, which may be negative.
         is_divisor: Whether the divisor that the graph holds is what the hints count; w may be a multiple of it.
-        per_sample: The w of a sample in the last check.
+        per_sample: The w of a sample in the last check, in magnitude.
         least: The k of max(k, n), where n is what the hints count; 0 if nothing is clamped. Of a sum its divisor, which
             none of the hints has exceeded.
         is_guess: Whether the graph suggests it, and no check has compared parts in which something counts.

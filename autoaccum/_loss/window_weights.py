@@ -86,7 +86,7 @@ class WindowWeights:
         self._scale = 1.0 if totals is None else totals.scale
         self._is_exact = totals is not None and totals.is_exact
         self._has_to_pass = has_to_pass
-        self._predicted = None if totals is None else totals.weights
+        self._totals = None if totals is None else totals.weights
         self._weights: dict[SummandKey, SummandWeights] = {}
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._parts: list[MicroBatch] = []
@@ -155,7 +155,7 @@ class WindowWeights:
         """Return the weights of a summand."""
         if key not in self._weights:
             # What all processes have to divide by alike is known before any of them reads a loss.
-            total = None if self._predicted is None else self._predicted.get(key, power_of_two(self._samples))
+            total = None if self._totals is None else self._totals.get(key, power_of_two(self._samples))
             # That of a single summand is an exact count: what it is multiplied by cancels out at the end.
             has_unit = not self._is_exact and not self._has_to_pass and len(self._knowledge.items()) > 1
             self._weights[key] = SummandWeights(
