@@ -13,6 +13,7 @@ from autoaccum._engine import devices, optimizers, precision
 from autoaccum._engine.dtensor import refuse_sharded
 from autoaccum._engine.forward_backward import GradientStep, TrainingStep
 from autoaccum._engine.oom_report import OomReport
+from autoaccum._loss.calls import Calls
 from autoaccum._loss.loss_values import describe
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.limits import format_bytes
@@ -83,16 +84,9 @@ def assemble_without_optimizer(
 
 
 def _objective(model: nn.Module, options: Options, notices: Notices, further: Sequence[nn.Module] = ()) -> Objective:
-    objective = Objective(
-        model,
-        options.loss,
-        forward=options.forward,
-        loss_reduction=options.loss_reduction,
-        notices=notices,
-        split=options.split,
-        further=further,
-    )
-    for module in objective.modules:
+    calls = Calls(model, options.loss, forward=options.forward, notices=notices, split=options.split, further=further)
+    objective = Objective(calls, loss_reduction=options.loss_reduction, notices=notices)
+    for module in calls.modules:
         for name, parameter in module.named_parameters():
             if parameter.is_inference():
                 raise InvalidInputError(

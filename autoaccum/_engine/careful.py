@@ -222,7 +222,7 @@ class CarefulPath:
                 at.size, self._sizing.start = size, start
                 batch = copied(next(feed))
                 weights.enter(start, size, batch)
-                for source in step.objective.sources:
+                for source in step.objective.calls.sources:
                     with step.precision.autocast():
                         losses, _ = step.objective.values(source, batch, size)
                     for loss in losses:

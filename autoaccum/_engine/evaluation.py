@@ -192,12 +192,12 @@ class Evaluator:
     def _evaluating(self) -> Iterator[None]:
         """Let passes in the block be those of an evaluation."""
         step, objective = self._step, self._step.objective
-        objective.may_lack_loss = self._has_metrics
+        objective.calls.may_lack_loss = self._has_metrics
         try:
             with evaluation_weights(step.optimizer, step.memory), evaluation_mode(objective.modules), _no_gradients():
                 yield
         finally:
-            objective.may_lack_loss = False
+            objective.calls.may_lack_loss = False
 
     def _note_loss(self, has_loss: bool | None) -> None:
         """Note whether some samples have a loss; None for no samples."""
@@ -282,16 +282,16 @@ class Evaluator:
         losses: list[list[LossValue]] = []
         outputs: Any = None
         with self._step.precision.autocast():
-            if objective.takes_outputs and is_read(objective.knowledge):
+            if objective.calls.takes_outputs and is_read(objective.knowledge):
                 # The graph of the loss alone says what it is divided by.
-                outputs = objective.outputs(batch)
+                outputs = objective.calls.outputs(batch)
                 with torch.enable_grad():
                     return [objective.values_of(map_tensors(as_leaf, outputs), batch, size)], outputs
-            for source in objective.sources:
+            for source in objective.calls.sources:
                 found, outputs = objective.values(source, batch, size)
                 losses.append(found)
             if (self._callables or self._counting) and outputs is None:
-                outputs = objective.outputs(batch)
+                outputs = objective.calls.outputs(batch)
         return losses, outputs
 
     def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any]) -> _Sums:

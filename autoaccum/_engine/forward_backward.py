@@ -112,7 +112,7 @@ class GradientStep:
 
     def savepoint(self) -> Savepoint:
         """Return a savepoint of all that a pass may change."""
-        return Savepoint(self.objective.modules, self.memory.device, self.objective.functions)
+        return Savepoint(self.objective.modules, self.memory.device, self.objective.calls.functions)
 
     def check_losses(self, samples: Window, mark: Savepoint, *, at_most: int = MOST_SAMPLES, larger: int = 0) -> None:
         """Try the losses on a few samples; `mark` is taken and restored."""
@@ -158,7 +158,7 @@ class GradientStep:
         """
         weights.enter(start, samples, batch)
         with nullcontext() if self.passes is None else self.passes.training_pass(samples):
-            for source in self.objective.sources:
+            for source in self.objective.calls.sources:
                 self._run(source, batch, samples, weights, into)
         weights.leave()
 

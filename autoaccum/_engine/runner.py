@@ -442,7 +442,7 @@ class Runner:
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step)
         memory = self._step.memory
-        before = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.functions))
+        before = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.calls.functions))
         before.take()
         try:
             with self._limit.in_force(), self._savings.in_force():

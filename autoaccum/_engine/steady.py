@@ -203,11 +203,12 @@ class SteadyPath:
         """
         step, sizing, stage = self._step, self._sizing, self._step.stage
         objective, scale, context = self._objective, step.scale, step.precision.autocast()
-        run, model = objective.number_of, objective.model
-        loss_of: Any = objective.loss
+        run, calls = objective.number_of, objective.calls
+        model = calls.model
+        loss_of: Any = calls.loss
         kinds = window.kinds
         is_flat = kinds is not None and kinds[1] is None  # a tuple or a list of tensors
-        is_pair = is_flat and objective.takes_pairs and len(kinds) == _KINDS_OF_PAIR
+        is_pair = is_flat and calls.takes_pairs and len(kinds) == _KINDS_OF_PAIR
         known, knowledge, samples = self._now, objective.knowledge, window.samples
         plain = window.plain_batch() if window.kinds is not None else None
         name = known.name

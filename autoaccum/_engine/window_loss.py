@@ -55,8 +55,9 @@ class WindowLoss:
     """A loss over the whole window, for outputs that are computed part by part."""
 
     def __init__(self, step: GradientStep) -> None:
-        if step.objective.loss is None or isinstance(step.objective.loss, list | tuple):
-            given = "no loss=" if step.objective.loss is None else "a list of losses, each with a forward of its own"
+        loss = step.objective.calls.loss
+        if loss is None or isinstance(loss, list | tuple):
+            given = "no loss=" if loss is None else "a list of losses, each with a forward of its own"
             raise InvalidInputError(
                 f"loss_scope='window' takes one loss over the outputs of the whole window, but there is {given}; pass "
                 "loss=, a callable of (outputs, targets) or (outputs, batch), and let the model (or forward=) return "
@@ -73,7 +74,7 @@ class WindowLoss:
     def outputs(self, batch: Any, samples: int) -> Any:
         """Return the representations of one micro-batch that is on the device."""
         with self._step.precision.autocast():
-            outputs = self._step.objective.outputs(batch)
+            outputs = self._step.objective.calls.outputs(batch)
         _check_representations(outputs, samples)
         return outputs
 
@@ -155,7 +156,7 @@ class WholeWindow:
         self._step = step
         self._loss = WindowLoss(step)
         self._at_start, self._after_loss, self._after_forward = mark, mark.like_it(), mark.like_it()
-        self._random = RandomState(step.memory.device, step.objective.modules, used_by(step.objective.functions))
+        self._random = RandomState(step.memory.device, step.objective.modules, used_by(step.objective.calls.functions))
         # Every micro-batch runs twice on the same data, which a model may modify in place.
         step.transfer.copy_always()
 

@@ -40,6 +40,7 @@ from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
 from autoaccum._estimate.tracer import Ledger
+from autoaccum._loss.calls import Calls
 from autoaccum._loss.objective import Objective
 from autoaccum._loss.window_weights import Alone
 from autoaccum._memory.simulated import Simulated
@@ -156,8 +157,9 @@ class FakeStep:
         model = stage.copied(job.model)
         keep_every_layer(model)
         loss = stage.copied(job.loss) if isinstance(job.loss, nn.Module) else job.loss
-        way: dict[str, Any] = {"forward": job.forward, "loss_reduction": job.loss_reduction, "split": job.split}
-        objective = (LooseObjective if self._is_cuda else Objective)(model, loss, notices=notices, **way)
+        calls = Calls(model, loss, forward=job.forward, split=job.split, notices=notices)
+        kind = LooseObjective if self._is_cuda else Objective
+        objective = kind(calls, loss_reduction=job.loss_reduction, notices=notices)
         is_made = isinstance(job.optimizer, torch.optim.Optimizer)
         chosen = resolve(stage.optimizer(job.optimizer) if is_made else job.optimizer, objective.modules, notices)
         if self._is_cuda:

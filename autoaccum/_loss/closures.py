@@ -33,7 +33,7 @@ class Closure:
         """Return the loss, as a callable of (model, batch)."""
         return self.function(batch)
 
-    def source(self, _objective: object, batch: Any) -> tuple[dict[str, Any], Any]:
+    def source(self, _calls: object, batch: Any) -> tuple[dict[str, Any], Any]:
         """Return the loss as `Source.run` does; the outputs are the entry of that name, if the loss is a mapping."""
         raw = self.function(batch)
         if not isinstance(raw, Mapping):

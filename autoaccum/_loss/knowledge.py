@@ -53,20 +53,16 @@ class LossKnowledge:
         is_tried_now: Whether such a check was tried, whatever it confirmed.
         failures: Windows in a row whose weights were predicted wrong.
         counted: What all ranks count in the window for which losses are tried; None in one process.
-        counts_again: Whether a summand that compares samples is beside a sum, so that each micro-batch reports it anew.
         said: Warnings of gradients that may be wrong.
-        tried: The values that a check has compared, by name of the loss, to be shown.
     """
 
     def __init__(self, default: Known | None = None) -> None:
         self.default = self._asked = default
         self.summands: dict[str, tuple[Known, ...]] = {}
         self.is_torch_loss = self.is_models_own = self.is_checked = self.is_checked_now = self.is_tried_now = False
-        self.counts_again = False
         self.counted: Mapping[Count, float] | None = None
         self.failures = 0
         self.said = LossWarnings()
-        self.tried: dict[str, str] = {}
         self._owes_warning = False
         self._asked_of: list[list[Known]] = []
         self._incomplete = 0  # checks in a row that have not confirmed every loss
@@ -109,6 +105,12 @@ class LossKnowledge:
     def has_sum(self) -> bool:
         """Whether some summand is added, and not weighed."""
         return any(not known.is_weighed for _, known in self.items())
+
+    @property
+    def counts_again(self) -> bool:
+        """Whether a summand that compares samples is beside a sum, so that each micro-batch reports it anew."""
+        kinds = [{one.reduction for one in known} for known in self.summands.values()]
+        return any({Reduction.UNCONFIRMED, Reduction.SUM} <= found for found in kinds)
 
     def forget(self, name: str) -> None:
         """Forget a loss, which is only reported."""
@@ -172,11 +174,19 @@ class LossKnowledge:
         if known is not None:
             self.summands[name] = (known,)
 
-    def learn(self, found: Mapping[str, Sequence[Known]], *, is_checked: bool = True, is_complete: bool = True) -> None:
+    def learn(
+        self,
+        found: Mapping[str, Sequence[Known]],
+        tried: Mapping[str, str],
+        *,
+        is_checked: bool = True,
+        is_complete: bool = True,
+    ) -> None:
         """Take what a check has shown.
 
         Args:
             found: The summands of each loss, by name.
+            tried: The values that the check has compared, by the name of the loss, to be shown.
             is_checked: Whether they were tried on several samples.
             is_complete: Whether every loss was confirmed.
 
@@ -184,7 +194,7 @@ class LossKnowledge:
             InvalidInputError: A loss compares samples with each other.
         """
         for name, known in found.items():
-            self._refuse(name, known)
+            self._refuse(name, known, tried.get(name, ""))
         self.is_tried_now = True
         self._incomplete = 0 if is_complete else self._incomplete + 1
         self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
@@ -199,7 +209,7 @@ class LossKnowledge:
                 self.summands[name] = narrowed(before, known)
             self._warn_of(name, known)
 
-    def _refuse(self, name: str, known: Sequence[Known]) -> None:
+    def _refuse(self, name: str, known: Sequence[Known], tried: str) -> None:
         """Reject a loss whose sums do not add up: not in a model's own, nor beside sums alone."""
         term, others = _unconfirmed(name, known)
         if not term or (others and (Reduction.MEAN not in others or self.is_models_own)):
@@ -211,7 +221,7 @@ class LossKnowledge:
         )
         raise InvalidInputError(
             f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch do not add up"
-            f"{self.tried.get(name, '')}. Pass loss_scope='window' to fit, Runner or Accumulator (a loss and a "
+            f"{tried}. Pass loss_scope='window' to fit, Runner or Accumulator (a loss and a "
             "forward, in place of a closure) if it compares samples; normalise before backward() what it normalises; "
             f"return a (sum, weight) pair; {last}"
         )
@@ -223,7 +233,6 @@ class LossKnowledge:
             return
         doubtful = [number for number, one in enumerate(known) if one.reduction is Reduction.UNCONFIRMED]
         adds = Reduction.SUM in others and all(known[number].adds for number in doubtful)
-        self.counts_again |= Reduction.SUM in others and not adds
         self.said.warn(
             f"{term} is neither a mean nor a sum over samples, as a router's balancing loss is not: it "
             f"{'is added' if adds else 'counts by samples'} in each micro-batch, and its gradient may differ from the "

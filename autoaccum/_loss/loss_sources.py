@@ -27,7 +27,7 @@ class Source:
     """One forward pass, which gives a mapping of raw losses by name, and the model's outputs if there are any.
 
     Attributes:
-        run: Runs the pass; called with the objective and a batch.
+        run: Runs the pass; called with `Calls` and a batch.
         total: The name of the entry that is the total.
     """
 
@@ -62,11 +62,11 @@ def sources_of(losses: Sequence[Loss]) -> list[Source]:
 
 
 def _one_of_several(name: str, loss: Loss) -> Callable[[Any, Any], tuple[dict[str, Any], Any]]:
-    def run(objective: Any, batch: Any) -> tuple[dict[str, Any], Any]:
+    def run(calls: Any, batch: Any) -> tuple[dict[str, Any], Any]:
         try:
-            raw = loss(objective.model, batch)
+            raw = loss(calls.model, batch)
         except (AttributeError, TypeError) as error:
-            calling_conventions.explain_list(error, loss, objective.model, batch)
+            calling_conventions.explain_list(error, loss, calls.model, batch)
             raise
         return (
             {f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}

@@ -1,4 +1,4 @@
-"""Runs a micro-batch through the model and the loss.
+"""Runs a micro-batch through the model and the loss, and checks on a few samples how losses are put together.
 
 Returns losses with their graphs, which the caller back-propagates. `window_weights` weighs them within their window.
 """
@@ -6,37 +6,32 @@ Returns losses with their graphs, which the caller back-propagates. `window_weig
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum._arguments import check_function
 from autoaccum._data.nesting import as_leaf, map_tensors
-from autoaccum._data.splits import ByDefault, check_split
-from autoaccum._loss import calling_conventions
-from autoaccum._loss.closures import Closure
-from autoaccum._loss.default_loss import by_default, check_same_shape, has_classes_last, own_loss
 from autoaccum._loss.knowledge import LossKnowledge
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.loss_sources import Loss, Source, check_loss, check_loss_reduction, sources_of, stated_by
-from autoaccum._loss.loss_values import LossValue, describe, is_pair, loss_value, reported_value
+from autoaccum._loss.loss_sources import Source, check_loss_reduction, stated_by
+from autoaccum._loss.loss_values import LossValue, describe, loss_value, reported_value
 from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
 from autoaccum._loss.observation import FOUR_BYTES
 from autoaccum._loss.sample_check import LossCheck
 from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum._loss.summands import ADDED, Reduction
-from autoaccum._loss.torch_losses import ELEMENTWISE, kind_of, of_torch
+from autoaccum._loss.torch_losses import of_torch
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
+    from autoaccum._loss.calls import Calls
     from autoaccum._loss.modes import Mark
     from autoaccum._system.notices import Notices
 
@@ -46,93 +41,56 @@ CALLS_USER_CODE = True  # for own_code.raised_here
 _PAIRS, _PAIR = (tuple, list), 2
 
 
-class _NoLossError(InvalidInputError):
-    """A model returned no loss, and none can be chosen."""
-
-
 class Objective:
     """A model and its loss, evaluated on one micro-batch after another.
 
     Args:
-        model: Called with a pair's first half, a mapping's items, or the batch itself.
-        loss: A callable of (outputs, targets) or (outputs, batch); a list of callables of (model, batch), each with a
-            forward pass of its own; None for the model's own loss or one chosen by the targets' type.
-        forward: A callable of (model, batch) that returns the outputs, replacing the conventions.
-        loss_reduction: "mean" or "sum"; None to find it out.
+        calls: Calls them.
+        loss_reduction: "mean" or "sum"; None to find it out. A split's `weight` is what a mean runs over, except for
+            losses of torch, per-sample losses and pairs.
         notices: Reports choices.
-        split: Counts, cuts and joins batches; None where samples run along the first dimension. Its `weight` is what a
-            mean runs over, except for losses of torch, per-sample losses and pairs.
-        further: Modules beside the model that the loss uses, whose buffers and parameters belong to the step too.
 
     Attributes:
-        loss: As the argument.
-        split: As the argument.
+        calls: As the argument.
         knowledge: What is known of the losses.
-        may_lack_loss: Whether a pass may give no loss, as in an evaluation by metrics alone.
         may_repeat_pass: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
-        takes_pairs: Whether a pair (inputs, targets) simply becomes loss(model(inputs), targets).
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
         samples: Samples of the last pass.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss | Sequence[Loss] | None,
-        *,
-        forward: Callable[[nn.Module, Any], Any] | None,
-        loss_reduction: str | None,
-        notices: Notices,
-        split: Split | None = None,
-        further: Sequence[nn.Module] = (),
-    ) -> None:
+    def __init__(self, calls: Calls, *, loss_reduction: str | None, notices: Notices) -> None:
         check_loss_reduction(loss_reduction)
-        check_loss(loss)
-        check_split(split)
-        if forward is not None:
-            check_function("forward", forward, "model, batch")
-        self.model = model
-        self.split = ByDefault() if split is None else split
-        self.loss = loss
-        self._further = [module for module in further if module is not model]
-        self._forward = forward
+        self.calls = calls
         self._notices = notices
-        self._accepted = _accepted_names(model)
-        self.may_repeat_pass, self.may_lack_loss = True, False
+        self.may_repeat_pass = True
         self.casts_itself = False
         self.gave_number = False
         self.samples = 0
-        self._chosen_in: bool | None = None  # the mode of the model when a loss was chosen by its outputs
-        self.knowledge = LossKnowledge(stated_by(loss_reduction, split))
-        self.knowledge.is_models_own = loss is None
+        self.knowledge = LossKnowledge(stated_by(loss_reduction, calls.split))
+        self.knowledge.is_models_own = calls.loss is None
         self._most = MOST_SAMPLES  # samples of the next check
         self._gave_no_loss = False  # a pass of the last check
         self._own: list[Any] = []  # the model's outputs in a pass of a check
-        self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
-        is_list = self._losses is loss
-        self.sources = sources_of(self._losses) if is_list else [Source(Objective._forward_and_loss)]
-        self._kind = kind_of(loss)
-        # Whether the loss is a function of outputs, so that it can be called on some of their rows alone.
-        self.takes_outputs = loss is not None and not is_list
-        # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
-        self.gives_outputs = not is_list or isinstance(self._losses[0], Closure)
-        self.takes_pairs = self._forward is None and self.takes_outputs
         self._entries = Entries(notices)
         self._loss_reduction = loss_reduction
         self._settings: Any = None
         self._read_settings()
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The model, losses that are modules, and further ones: all whose buffers and parameters belong to the step."""
-        return [self.model, *(loss for loss in self._losses if isinstance(loss, nn.Module)), *self._further]
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.calls.model
 
     @property
-    def functions(self) -> list[Any]:
-        """The functions of the user's that run in a pass, or join a micro-batch."""
-        losses = [loss.function if isinstance(loss, Closure) else loss for loss in self._losses]
-        return [one for one in (*losses, self._forward, self.split) if one is not None]
+    def split(self) -> Split:
+        """Counts, cuts and joins batches."""
+        return self.calls.split
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All whose buffers and parameters belong to the step."""
+        return self.calls.modules
 
     def values(self, source: Source, batch: Any, samples: int) -> tuple[list[LossValue], Any]:
         """Run one source on one micro-batch.
@@ -141,8 +99,9 @@ class Objective:
             The losses with their graphs, and the model's outputs (None for a callable that does not return them).
         """
         self.samples = samples
-        raw, outputs = source.run(self, batch)
-        if not raw and self.loss is None:
+        raw, outputs = source.run(self.calls, batch)
+        self._take_choice()
+        if not raw and self.calls.loss is None:
             self._gave_no_loss = True
             return [], outputs
         value: Any
@@ -152,19 +111,17 @@ class Objective:
             return self._noted([LossValue(name, value)]), outputs
         if self.may_repeat_pass and self._entries.needs_graphs(raw, source.total):
             with torch.enable_grad():
-                raw, outputs = source.run(self, batch)
+                raw, outputs = source.run(self.calls, batch)
         return self._values(raw, samples, source.total), outputs
 
     def number_of(self, batch: Any) -> Any:
         """Run the only source on one micro-batch, and return its only loss as it is."""
-        if self.takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            return self.loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
-        raw = self.sources[0].run(self, batch)[0]
+        calls = self.calls
+        if calls.takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
+            return calls.loss(calls.model(batch[0]), batch[1])  # type: ignore[operator,misc]
+        raw = calls.sources[0].run(calls, batch)[0]
+        self._take_choice()
         return next(iter(raw.values())) if len(raw) == 1 else raw
-
-    def outputs(self, batch: Any) -> Any:
-        """Return the model's outputs for a batch, without its loss."""
-        return self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
 
     def values_of(self, outputs: Any, batch: Any, samples: int) -> list[LossValue]:
         """Return the losses of existing outputs; not for a list of losses, which compute their own.
@@ -174,10 +131,11 @@ class Objective:
             batch: The batch that they were computed from, on the device; of a pair only the targets are used.
             samples: Its number of samples.
         """
-        raw = self._losses_of(outputs, batch)
+        raw = self.calls.losses_of(outputs, batch)
+        self._take_choice()
         if self.may_repeat_pass and self._entries.needs_graphs(raw, TOTAL):
             with torch.enable_grad():
-                raw = self._losses_of(map_tensors(lambda one: as_leaf(one.clone()), outputs), batch)
+                raw = self.calls.losses_of(map_tensors(lambda one: as_leaf(one.clone()), outputs), batch)
         return self._values(raw, samples, TOTAL)
 
     # --- what is known of losses --------------------------------------------------------------------------------------
@@ -229,7 +187,7 @@ class Objective:
         knowledge, modules = self.knowledge, self.modules
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = self.casts_itself or not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
-        passes = [functools.partial(self._tried, source) for source in self.sources]
+        passes = [functools.partial(self._tried, source) for source in self.calls.sources]
         parameters = [one for one in parameters if one.requires_grad]
         is_in_full = not casts and all(one.itemsize >= FOUR_BYTES for one in parameters)
         # In half precision, PyTorch's own convolutions are far slower.
@@ -238,19 +196,19 @@ class Objective:
         trial.tells_of_state = any(module.training for module in modules)
         mark.take(with_attributes=True)
         try:
-            with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._notingown_loss():
+            with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._noting_own_loss():
                 checked = trial.run(window, min(most, at_most), larger)
                 found = trial.alone(window) if checked is None else checked
         finally:
             mark.restore()
         self._most = most  # which fit
         if not self._gave_no_loss:
-            knowledge.learn(found, is_checked=checked is not None, is_complete=trial.is_complete)
+            knowledge.learn(found, trial.tried, is_checked=checked is not None, is_complete=trial.is_complete)
 
     @contextmanager
-    def _notingown_loss(self) -> Iterator[None]:
+    def _noting_own_loss(self) -> Iterator[None]:
         """Note whether a closure returns the loss that the model has computed, as model(**batch).loss is."""
-        if not isinstance(self._losses[0], Closure) or isinstance(self.model, torch.jit.ScriptModule):
+        if not self.calls.is_closure or isinstance(self.model, torch.jit.ScriptModule):
             yield
             return
         handle = self.model.register_forward_hook(lambda _module, _inputs, outputs: self._own.append(outputs))
@@ -281,7 +239,7 @@ class Objective:
         return self._reduction(), dict(self.knowledge.summands)
 
     def _reduction(self) -> Any:
-        return None if self._kind is None else getattr(self.loss, "reduction", "mean")
+        return None if self.calls.kind is None else getattr(self.calls.loss, "reduction", "mean")
 
     def _read_settings(self) -> None:
         """Read the settings of a loss of torch."""
@@ -289,51 +247,25 @@ class Objective:
         if reduction == self._settings:
             return
         self._settings = reduction
-        known, asked = of_torch(self.loss), self._loss_reduction
+        known, asked = of_torch(self.calls.loss), self._loss_reduction
         if known is not None and asked is not None and (asked == "sum") != (known.reduction is Reduction.SUM):
             raise InvalidInputError(
-                f"loss_reduction={asked!r} contradicts the loss, a {self._kind.__name__} with "
+                f"loss_reduction={asked!r} contradicts the loss, a {self.calls.kind.__name__} with "
                 f"reduction={reduction!r}; leave loss_reduction out"
             )
         self.knowledge.state(TOTAL, known)
 
-    # --- calling the model and the loss -------------------------------------------------------------------------------
+    # --- losses -------------------------------------------------------------------------------------------------------
 
-    def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
-        outputs = self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
-        return self._losses_of(outputs, batch), outputs
-
-    def _losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
-        if self.loss is None:
-            try:
-                raw = self._own_or_default(outputs, batch)
-            except _NoLossError:
-                if not self.may_lack_loss:
-                    raise
-                return {}
-        elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            if self._kind in ELEMENTWISE:
-                check_same_shape(outputs, batch[1], self._kind.__name__)
-            try:
-                raw = self._called(outputs, batch[1])
-            except (ValueError, RuntimeError) as error:
-                if self._kind is nn.CrossEntropyLoss and has_classes_last(outputs, batch[1]):
-                    raise InvalidInputError(
-                        f"CrossEntropyLoss takes outputs of shape (N, C, ...), and got {tuple(outputs.shape)} for "
-                        f"targets of shape {tuple(batch[1].shape)}: the classes seem to be last. Move them, "
-                        "forward=lambda model, batch: model(batch[0]).movedim(-1, 1), or pass no loss=, which takes "
-                        "both"
-                    ) from error
-                raise
-        elif self._kind is not None:
-            raise InvalidInputError(
-                f"{self._kind.__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
-                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
-            )
-        else:
-            raw = self._called(outputs, batch)
-        # Asking whether a tensor is a Mapping is slow.
-        return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
+    def _take_choice(self) -> None:
+        """Take that the model has computed its own loss, or that one was chosen by the type of its targets."""
+        if self.calls.loss is not None:
+            return
+        chosen, knowledge = self.calls.chosen, self.knowledge
+        if chosen is None and knowledge.is_torch_loss:
+            knowledge.state(TOTAL, None)
+        elif chosen is not None and not knowledge.is_stated:
+            knowledge.state(TOTAL, of_torch(chosen))
 
     def _noted(self, losses: list[LossValue]) -> list[LossValue]:
         self.knowledge.note(losses)
@@ -360,76 +292,3 @@ class Objective:
                 key=f"not reported {name}",
             )
         return losses
-
-    def _called(self, outputs: Any, targets: Any) -> Any:
-        try:
-            return self.loss(outputs, targets)  # type: ignore[operator,misc]
-        except TypeError as error:
-            calling_conventions.explain_single(error, self._losses[0], outputs)
-            raise
-
-    def _own_or_default(self, outputs: Any, batch: Any) -> Any:
-        own = own_loss(outputs)
-        if own is not None:
-            self._notices.choose("the model's own loss", "loss=")
-            if self.knowledge.is_torch_loss:
-                is_one = isinstance(own, Tensor) and is_pair(batch) and getattr(batch[1], "shape", ())[:1] == (1,)
-                if is_one and self._chosen_in is self.model.training:
-                    raise InvalidInputError(
-                        "the model returned outputs for several samples, and a single number for a micro-batch of 1, "
-                        "which would be its own loss; use squeeze(-1) for squeeze(), or pass loss= or micro_batch=2"
-                    )
-                self.knowledge.state(TOTAL, None)
-            return own
-        if not is_pair(batch):
-            got = f"a batch of type {type(batch).__name__} is not an (inputs, targets) pair"
-            what = "pass loss=, or targets (labels) to the model"
-            if isinstance(batch, Tensor):
-                got = "the loader yields tensors, not (inputs, targets) pairs"
-                what = "pass loss=, or a DataLoader of a TensorDataset(inputs, targets)"
-            raise self._no_loss(
-                f"no loss: the model returned {describe(outputs)}, which contains none, and {got}; {what}"
-            )
-        targets = batch[1]
-        if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.dtype is torch.bool:
-            own = "forward=lambda model, batch: model(*batch) if the model computes its loss from inputs and targets"
-            if self._forward is not None:
-                own = "let forward= return the loss that the model computes"
-            said = f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}"
-            raise self._no_loss(f"{said}; pass loss=, or {own}")
-        loss, value = by_default(outputs, targets)
-        if not self.knowledge.is_stated:
-            self.knowledge.state(TOTAL, of_torch(loss))
-            self._chosen_in = self.model.training
-        self._notices.choose(f"{loss.__name__} for {targets.dtype} targets", "loss=")
-        return value
-
-    def _no_loss(self, said: str) -> _NoLossError:
-        """Return the error for a model that returns no loss."""
-        also = "" if self.model.training else ". A model without one in evaluation mode is evaluated by fit's metrics="
-        return _NoLossError(f"{said}{also}")
-
-    def _by_convention(self, batch: Any) -> Any:
-        model = self.model
-        inputs: list[Any] = [batch]
-        entries: dict[str, Any] = {}
-        if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            inputs = [batch[0]]
-        elif isinstance(batch, Mapping):
-            accepted = None if self.loss is None else self._accepted
-            inputs, entries = [], {name: batch[name] for name in batch if accepted is None or name in accepted}
-        try:
-            return model(*inputs, **entries)
-        except (AttributeError, TypeError) as error:
-            calling_conventions.explain_model(error, model, batch, inputs, entries)
-            raise
-
-
-def _accepted_names(model: nn.Module) -> set[str] | None:
-    """Return the keyword arguments that the model accepts; None if it accepts any."""
-    if isinstance(model, torch.jit.ScriptModule):  # which has no signature
-        return {argument.name for argument in model.forward.schema.arguments}  # type: ignore[attr-defined]
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters}

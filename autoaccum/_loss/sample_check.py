@@ -55,6 +55,7 @@ class LossCheck:
         tells_of_state: Whether to look for state in attributes, which passes move: in training mode.
         is_complete: Whether every loss was confirmed: something counted in both parts.
         tolerance: The relative difference that rounding may cause, as of the last pass.
+        tried: The values that were compared, by the name of the loss, to be shown.
     """
 
     passes: Sequence[Pass]
@@ -67,6 +68,7 @@ class LossCheck:
     tells_of_state: bool = False
     is_complete: bool = True
     tolerance: float = 0.0
+    tried: dict[str, str] = field(default_factory=dict)
     _found: dict[str, list[Known]] = field(default_factory=dict)  # by the choices of samples until now
     _open: dict[str, bool] = field(default_factory=dict)  # losses that no choice confirmed: is their graph trusted?
     _passes: int = 0
@@ -167,7 +169,7 @@ class LossCheck:
             moved, same = again(with_buffers=False).get(name, run), again().get(name, run)
             if differ(run, moved, self.tolerance) and not differ(run, same, self.tolerance):
                 state = f"; called again for all, it is {moved.value:.4g}: it depends on state that forward() moves"
-        self.knowledge.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them{state})"
+        self.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them{state})"
 
     # --- state, and models under a loss of torch ----------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.fake_step import undisturbed
 from autoaccum._estimate.gpus import custom_gpu, gpu_named, is_known, with_display
 from autoaccum._estimate.ranks import in_buckets, sharding
-from autoaccum._loss.objective import Objective
+from autoaccum._loss.calls import Calls
+from autoaccum._loss.loss_sources import check_loss_reduction
 from autoaccum._memory.limits import parse_size
 from autoaccum._oom import first_line, let_go
 from autoaccum._report import Report
@@ -153,8 +154,9 @@ def preflight(
     asked = Asked(batch, share, most, memory_limit, loss_scope)
     on_rank = _rank_of(made, ranks, fsdp)
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
-    objective = Objective(made, notices=notices, **way)
-    chosen = optimizers.resolve(optimizer, objective.modules, notices)
+    calls = Calls(made, loss, forward=forward, split=split, notices=notices)
+    check_loss_reduction(loss_reduction)
+    chosen = optimizers.resolve(optimizer, calls.modules, notices)
     way |= {"optimizer": chosen, "adapts": adapts}
     warnings: list[str] = []
     found: list[tuple[Measured | Predicted, Estimate | None]] = []
@@ -191,7 +193,7 @@ def preflight(
         predicted=predicted,
         remedies=remedies,
         remedies_on=remedies_on,
-        warnings=(*warnings, *_of_batchnorm(objective.modules, batchnorm, places), *of_remedies),
+        warnings=(*warnings, *_of_batchnorm(calls.modules, batchnorm, places), *of_remedies),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.notes)])),
         timelines={
             one.gpu.name: estimate.timeline(one.footprint.size)

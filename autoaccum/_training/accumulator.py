@@ -234,7 +234,7 @@ class Accumulator:
             )
         if keep is not None:
             check_choice("keep", keep, _KEEP)
-            if not self._step.objective.gives_outputs:
+            if not self._step.objective.calls.gives_outputs:
                 raise InvalidInputError(
                     "keep='outputs': a list of losses returns no outputs; leave it out, or pass closure= instead"
                 )

@@ -11,7 +11,7 @@ LABELS, ROWS = ("labels", "[1]"), ("samples", "")
 
 def knowing(**summands):
     made = LossKnowledge()
-    made.learn({name: [known] for name, known in summands.items()})
+    made.learn({name: [known] for name, known in summands.items()}, {})
     return made
 
 
