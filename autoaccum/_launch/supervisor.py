@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import FrameType
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -102,6 +102,9 @@ class Supervisor:
         """Run a command to its end. There is no shell."""
         self._group = None
         with _Stderr() as self._stderr:
+            # A signal that comes while the command starts is for the command, too.
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, self._former)
+            asked_before = self.ended_by
             try:
                 process = subprocess.Popen(  # noqa: S603 - the user's own command
                     list(arguments),
@@ -109,14 +112,16 @@ class Supervisor:
                     stderr=self._stderr.theirs,
                     start_new_session=True,
                     close_fds=False,  # inherited descriptors are meant for the command
-                    preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has one thread
+                    preexec_fn=lambda: _begin(unblocked),  # noqa: PLW1509 - this process has one thread
                 )
+                self._group = process.pid
             except OSError as error:
                 is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
                 return Ended(127 if is_missing else 126, refusal=error.strerror or str(error))
-            self._group = process.pid
-            if self.ended_by is not None:  # while there was no command
-                self._forward(self.ended_by)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            if asked_before is not None:
+                self._forward(asked_before)
             self._stderr.hand_over()
             while process.poll() is None:
                 ready, _, _ = select.select([self._woken, *self._stderr.ours], [], [])
@@ -264,8 +269,9 @@ class _Stderr:
         self.resize()
 
 
-def _end_with_parent(wrapper: int = os.getpid()) -> None:
-    """Ask the kernel, in the command's process, for SIGTERM when the wrapper has ended."""
+def _begin(unblocked: Iterable[int], wrapper: int = os.getpid()) -> None:
+    """Unblock signals in the command's process, and ask the kernel for SIGTERM when the wrapper has ended."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != wrapper:  # it was killed a moment ago
         os.kill(os.getpid(), signal.SIGTERM)

@@ -59,7 +59,7 @@ def guess_of(runs: Sequence[Observation]) -> list[Known]:
         is_same_in_all = (
             None not in weights and None not in divisors and all(is_same(one, weights[0]) for one in weights)
         )
-        is_number = is_same_in_all and divisors[0] != 1.0
+        is_number = is_same_in_all and divisors[0] not in (0.0, 1.0)
         found.append(replace(sum_of(summands[0], runs[0]), is_guess=True) if is_number else by_graph(summands[0]))
     return found
 

@@ -165,6 +165,14 @@ def test_stopping_the_wrapper_stops_the_command_and_both_go_on(tmp_path):
         assert wrapper.wait() == 0
 
 
+def test_a_signal_that_comes_while_the_command_starts_reaches_it():
+    command = ["sh", "-c", 'trap "exit 7" USR1; kill -USR1 $PPID; for _ in 1 2 3 4 5; do sleep 0.2; done']
+
+    ended = [wrapper.wait() for wrapper in [start(command, stdout=None, stderr=None) for _ in range(12)]]
+
+    assert ended == [7] * 12
+
+
 def test_a_daemon_that_the_command_leaves_and_that_writes_does_not_hang_the_wrapper(tmp_path):
     began = time.monotonic()
 
