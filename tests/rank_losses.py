@@ -103,6 +103,15 @@ def with_a_class_on_one_rank(rank, size):
     )
 
 
+def of_one_token(rank, size):
+    """Train on windows in each of which a single token counts, on one of the ranks."""
+    samples = texts(32)
+    for at, (_, targets) in enumerate(samples):
+        targets[1 if at in (2, 15, 18, 27) else 0 :] = -100
+    arguments = {"target_batch": 8, "micro_batch": 4 if size > 1 else 8, "shard": size > 1}
+    return rank_training.train(rank, size, loss=_masked, data=samples, **arguments)
+
+
 def evaluated(rank, size, loss, *, micro_batch, val_every, but=None, nothing_counts=slice(0)):
     """Train and evaluate on texts of which a few show what the loss counts, to the ranks that have them."""
     samples = texts_of_one_length(32, but)

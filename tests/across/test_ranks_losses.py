@@ -46,6 +46,13 @@ def test_part_in_which_a_pair_counts_nothing_adds_nothing(crew):
     assert_trained_as(crew.run("rank_losses:with_a_class_on_one_rank", size=2), whole)
 
 
+@pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")  # in no choice of samples does something count in two
+def test_ranks_on_which_nothing_counts_know_no_other_form_of_a_loss(crew):
+    whole = rank_losses.of_one_token(0, 1)
+
+    assert_trained_as(crew.run("rank_losses:of_one_token", size=2), whole)
+
+
 @pytest.mark.parametrize(
     ("loss", "data"),
     [
