@@ -119,6 +119,7 @@ def keeps_count(metric: Any) -> bool:
 
 def mean_of(name: str, value: Any, samples: int) -> Any:
     """Return as one number what a callable metric has returned for a micro-batch of so many samples."""
+    value = torch.as_tensor(value) if isinstance(value, np.ndarray | np.generic) else value
     if _is_count(value) and samples > 1:
         warnings.warn(
             f"autoaccum: metric {name!r} looks like a count: it returned a whole number above 1 for a micro-batch. "
@@ -127,8 +128,6 @@ def mean_of(name: str, value: Any, samples: int) -> Any:
         )
     if isinstance(value, Tensor):
         return in_full(value).mean()
-    if isinstance(value, np.ndarray | np.generic):  # in double precision, as sums over many samples need it
-        return float(value.mean(dtype=float))
     if not isinstance(value, Real):
         raise InvalidInputError(
             f"metrics: metric {name!r} returned {shown(value)}, which is not a number; return one, or a tensor with a "
@@ -138,10 +137,8 @@ def mean_of(name: str, value: Any, samples: int) -> Any:
 
 
 def _is_count(value: Any) -> bool:
-    is_whole = isinstance(value, int | np.integer) or (
-        isinstance(value, Tensor) and value.ndim == 0 and not (value.is_floating_point() or value.is_complex())
-    )
-    return is_whole and int(value) > 1  # and not that of a single sample
+    is_tensor = isinstance(value, Tensor) and not (value.ndim or value.is_floating_point() or value.is_complex())
+    return (is_tensor or isinstance(value, int)) and int(value) > 1  # and not that of a single sample
 
 
 def metrics_by_name(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> dict[str, Any]:
