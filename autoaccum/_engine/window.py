@@ -141,16 +141,10 @@ class Engine:
             DeviceLostError: This process can no longer use the device.
             StateDamagedError: The window failed after something was written that cannot be restored.
         """
-        self._on_change = on_change
-        self._begin(window, measures_noise=measures_noise)
+        self._window, self._on_change, self._versions_of_data = window, on_change, window.versions()
         try:
-            while (done := self._attempt(finish, is_final)) is None:
-                pass
-        except BaseException as error:
-            if not is_final():
-                self._give_up(error)
-            self.is_half_done = False
-            raise
+            self._begin(window, measures_noise=measures_noise)
+            done = self._made(finish, is_final)
         finally:
             self._end()
         self.is_half_done = False
@@ -159,8 +153,7 @@ class Engine:
     def _begin(self, window: Window, *, measures_noise: bool) -> None:
         """Choose the path of a window, and prepare its micro-batches."""
         step = self._step
-        self._window, self._measures_noise, self._totals = window, measures_noise, None
-        self._versions_of_data = window.versions()
+        self._measures_noise, self._totals = measures_noise, None
         self._has_grad_mode = torch.is_grad_enabled()
         self.at, self.oom_events = Progress(), []
         self._given: PartResult | None = None
@@ -207,6 +200,18 @@ class Engine:
             self._begun_kinds, self._sizes_are_fixed = window.kinds, self._sizes_are_fixed and sizing.is_quiet
             if self.is_due:
                 self._tell_of_batches_apart(window)
+
+    def _made(self, finish: Callable[[PartResult], _T | None], is_final: Callable[[], bool]) -> _T:
+        """Make attempts until the window is finished; restore the state before it where none can be."""
+        try:
+            while (done := self._attempt(finish, is_final)) is None:
+                pass
+        except BaseException as error:
+            if not is_final():
+                self._give_up(error)
+            self.is_half_done = False
+            raise
+        return done
 
     def _attempt(self, finish: Callable[[PartResult], _T | None], is_final: Callable[[], bool]) -> _T | None:
         """Compute the gradient and finish the window; None if it has to begin again."""

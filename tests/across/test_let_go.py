@@ -144,3 +144,16 @@ def test_batch_is_gone_with_its_step(known):
     del window
 
     assert inputs() is None
+
+
+def test_a_batch_is_let_go_of_though_its_window_was_refused_before_it_began():
+    model, batch = classifier(), [*labelled(12)]
+    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), micro_batch=6, device="cpu")
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    watched = weakref.ref(batch[0])
+
+    with pytest.raises(autoaccum.InvalidInputError, match="post-accumulate-grad hook"):
+        accumulator.backward(tuple(batch))
+    batch.clear()
+
+    assert watched() is None
