@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -29,19 +30,38 @@ class AtWork:
         self._name = name
         with _registering:
             self._thread = _threads.setdefault(model, threading.RLock())
-        self._call = threading.RLock() if nests else threading.Lock()
+        self._call = None if nests else threading.Lock()
 
     def __enter__(self) -> None:
-        if self._thread.acquire(blocking=False):
-            if self._call.acquire(blocking=False):
-                return
-            self._thread.release()
-        name = self._name
-        raise InvalidInputError(
-            f"{name} was called within {name} (by a hook, a closure or a callback), or by a second thread on the same "
-            "model; give each thread a model of its own, or wait for one call before the next"
-        )
+        has_thread = has_call = False
+        try:
+            has_thread = self._thread.acquire(blocking=False)
+            has_call = has_thread and (self._call is None or self._call.acquire(blocking=False))
+            if not has_call:
+                raise _refused(self._name)  # noqa: TRY301 - it has to release, too
+        except BaseException:  # also an interrupt
+            if has_call and self._call is not None:
+                self._call.release()
+            if has_thread:
+                self._thread.release()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._call.release()
+        try:
+            self._release()
+        except BaseException:  # an interrupt before all was released
+            with suppress(RuntimeError):
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        if self._call is not None and self._call.locked():
+            self._call.release()
         self._thread.release()
+
+
+def _refused(name: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{name} was called within {name} (by a hook, a closure or a callback), or by a second thread on the same "
+        "model; give each thread a model of its own, or wait for one call before the next"
+    )
