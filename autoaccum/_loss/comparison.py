@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 # Passes of other random numbers differ by less than so many times what two of the same samples differ by, where that is
 # known of so many parameters; and values, which are less random, by this part of them.
 _SPREADS, _FOR_SPREAD, _NEARLY = 6.0, 4, 0.15
-# The ways of counting that may stand for a weight which the graph does not say.
+# The ways of counting that may stand for a weight which the graph does not say; what a mask keeps does not, but is
+# compared with them from then on.
 _TOLD_BY_BATCH = (LABELS, ELEMENTS, SAMPLES[0])
 # The ways of counting what a loss divides by as max(k, n).
 _CLAMPED = (LABELS, SUM, POSITIVE)
@@ -184,11 +185,11 @@ class _Compared:
         shares = {
             count: tuple(part.counts.get(count, 0.0) / total for part in parts)
             for count, total in whole.counts.items()
-            if total > 0 and count[0] in _TOLD_BY_BATCH
+            if total > 0 and count[0] in (*_TOLD_BY_BATCH, SUM)
         }
         fitting = {count: of_parts for count, of_parts in shares.items() if self._add_up(of_parts)}
         is_sum = self._add_up([1.0] * len(parts))
-        if not fitting:
+        if not any(count[0] in _TOLD_BY_BATCH for count in fitting):
             return replace(unknown, reduction=Reduction.SUM) if is_sum else unknown
         first = next(iter(fitting.values()))
         pairs = [pair for of_parts in fitting.values() for pair in zip(of_parts, first, strict=True)]

@@ -200,17 +200,21 @@ def _times(node: Any, term: ReadTerm) -> list[ReadTerm]:
 
 
 def _product(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    """Read a mean times (or over) a number with a gradient of its own, as a learned weight of a task has one."""
+    """Read a sum or a mean times (or over) a number with a gradient of its own, as a learned weight of a task has one.
+
+    That number cannot be read, or else is not counted.
+    """
     if any(math.prod(_shape(inner, number)) != 1 for inner, number, _ in _inputs(node)):
         raise _UnreadError
     places = [place for *_, place in _inputs(node)]
-    read = [_read(inner, term.at(term.node, term.weight)) for inner, *_ in _inputs(node)]
-    counted = [n for n, terms in enumerate(read) if len(terms) == 1 and terms[0].is_counted]
-    is_divisor = node.name().startswith("Div") and places[counted[0]] == 1 if counted else False
-    if len(counted) != 1 or read[counted[0]][0].weight is None or is_divisor:
+    read = [_read(inner, ReadTerm(term.node, term.weight, term.divisor)) for inner, *_ in _inputs(node)]
+    known = [n for n, terms in enumerate(read) if len(terms) == 1 and terms[0].weight is not None]
+    counted = [n for n in known if read[n][0].is_counted] or known
+    if len(counted) != 1 or (node.name().startswith("Div") and places[counted[0]] == 1):
         raise _UnreadError
-    read[counted[0]][0].product = node
-    return read[counted[0]]
+    (found,) = read[counted[0]]
+    found.product, found.is_counted = node, found.is_counted or term.is_counted
+    return [found]
 
 
 def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor], bool]) -> bool:

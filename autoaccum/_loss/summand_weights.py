@@ -172,11 +172,11 @@ class SummandWeights:
         numbers = self._counts(part)
         self._numbers = self._numbers or numbers
         times = [n / (self._numbers[count] or 1.0) for count, n in numbers.items()]
-        if not all(is_same(one, times[0]) for one in times):
+        if not times or not all(is_same(one, times[0]) for one in times):
             raise RecheckWindow(
                 InvalidInputError(
-                    f"what loss {self.key[0]!r} is divided by cannot be read from its graph, and several counts of the "
-                    "batch explained it that differ in this window; return a (sum, weight) pair"
+                    f"what loss {self.key[0]!r} is divided by cannot be read from its graph, and no count of the "
+                    "batch, or several that differ in this window, have explained it; return a (sum, weight) pair"
                 )
             )
         first = min(numbers)

@@ -57,6 +57,54 @@ def assert_exact(model, given, loss, *, forward=lambda model, batch: model(batch
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+# --- learned weights ----------------------------------------------------------------------------------------------
+
+
+class Weighted(nn.Linear):
+    """Outputs of 4 numbers, and a weight of the loss that is learned."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(6, 4, dtype=torch.float64)
+        self.log = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+
+def of_weight(model, batch):
+    return model(batch["inputs"]), model.log
+
+
+def masked_sum(outputs, batch):
+    return (outputs.square().mean(1) * batch["mask"]).sum()
+
+
+LEARNED = {
+    "before the division": lambda o, b: torch.exp(-o[1]) * masked_sum(o[0], b) / b["mask"].sum() + o[1],
+    "after it": lambda o, b: torch.exp(-o[1]) * (masked_sum(o[0], b) / b["mask"].sum()) + o[1],
+    "as a divisor": lambda o, b: masked_sum(o[0], b) / (2 * o[1] ** 2) / b["mask"].sum(),
+    "clamped": lambda o, b: o[1] * masked_sum(o[0], b) / b["mask"].sum().clamp(min=1),
+    "beside a mean": lambda o, b: o[1] * masked_sum(o[0], b) / b["mask"].sum() + torch.exp(-o[1]) * o[0].abs().mean(),
+}
+
+
+@pytest.mark.parametrize("full", [0, 2])
+@pytest.mark.parametrize("loss", LEARNED.values(), ids=LEARNED)
+def test_learned_weight_of_a_masked_mean_is_exact(loss, full):
+    given = [*batches(4)]
+    for batch in given[:full]:  # the mask tells nothing at first
+        batch["mask"] = torch.ones_like(batch["mask"])
+    assert_exact(Weighted(), given, loss, forward=of_weight)
+
+
+def test_divisor_that_cannot_be_read_is_compared_with_a_mask_that_tells_nothing_at_first():
+    given = [*batches(6)]
+    for batch in given[:4]:
+        batch["mask"] = torch.ones_like(batch["mask"])
+    with pytest.raises(autoaccum.InvalidInputError, match=r"neither a mean nor a sum|cannot be read"):
+        assert_exact(
+            Weighted(), given, lambda o, b: masked_sum(o[0], b) / (b["mask"].sum() * 2 * o[1]), forward=of_weight
+        )
+
+
 # --- sums, and what looks like one ------------------------------------------------------------------------------------
 
 TASKS = torch.tensor([1.0, 0.5]).double()
