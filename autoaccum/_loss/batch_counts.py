@@ -32,6 +32,7 @@ _WAYS: dict[str, Callable[[Any], Any]] = {
 }
 TARGETS = "[1]"  # the name of those of a pair
 ELEMENTS, _ROWS = "elements", "rows"
+OF_FORM = (SAMPLES[0], ELEMENTS, _ROWS)  # whatever the values are
 
 
 def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:

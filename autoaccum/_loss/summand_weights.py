@@ -47,12 +47,14 @@ class _Read(NamedTuple):
         part: The micro-batch.
         number: What counts of the batch have to explain: the divisor, where they have been that, or else the weight.
         counts: Those of the batch; None where the window can be asked for them at any time.
+        is_zero: Whether the loss is 0, as where nothing counts; None if it was not looked at.
     """
 
     place: int
     part: MicroBatch
     number: float
     counts: Mapping[Count, float] | None
+    is_zero: bool | None = None
 
 
 class SummandWeights:
@@ -195,17 +197,19 @@ class SummandWeights:
             self._unit = self._unit_of(known, weight, divisor, part)
         number = divisor if known.is_divisor and divisor else weight
         # What a split has made it may make otherwise another time.
-        counts = None if part.batch is None else self._counts(part)
+        counts, is_zero = None if part.batch is None else self._counts(part), None
         if divisor in (1.0, known.least or 1.0):  # it may be max(k, n)
             counts = self._counts(part)
             expected = [n if known.is_divisor else n * known.hints[count] for count, n in counts.items()]
             below = [n for n in counts.values() if n < divisor] if known.is_divisor else []
+            if len(self._knowledge.summands[loss.name]) == 1:
+                is_zero = not float(loss.value.detach())
             if not (below or divisor != 1.0 or any(is_same(number, n) for n in expected)):
-                return self._of_divisor_1(loss, known, weight)
+                return self._of_divisor_1(loss, known, weight, is_zero=is_zero)
             if below and not any(is_same(divisor, n) for n in expected):
                 number, weight = min(below), min(below) * weight / divisor
                 self._knowledge.replace(self.key, least=divisor)
-        self._reads.append(_Read(len(self.found), part, number, counts))
+        self._reads.append(_Read(len(self.found), part, number, counts, is_zero))
         return weight
 
     def _unit_of(self, known: Known, weight: float, divisor: float, part: MicroBatch) -> float | None:
@@ -216,9 +220,9 @@ class SummandWeights:
         number = 0.0 if hint is None else counted(self._window, *part[:2], frozenset([hint]), part.batch)[hint]
         return weight / number if number else None
 
-    def _of_divisor_1(self, loss: LossValue, known: Known, weight: float) -> float:
+    def _of_divisor_1(self, loss: LossValue, known: Known, weight: float, *, is_zero: bool | None) -> float:
         """Return the weight of a mean of which nothing tells whether its divisor of 1 is max(1, 0)."""
-        if len(self._knowledge.summands[loss.name]) == 1 and not float(loss.value.detach()):
+        if is_zero:
             return 0.0
         if not known.is_guess:
             self._knowledge.said.of_clamp(loss.name)
@@ -227,7 +231,7 @@ class SummandWeights:
     # --- what explains the weights of a window ------------------------------------------------------------------------
 
     def explain(self) -> bool:
-        """Compare weights with what the batch counts; return False where they were of max(k, n), and are of n now.
+        """Compare weights with what the batch counts; return False where they were of a new max(k, n).
 
         Raises:
             RecheckWindow: Nothing explains them, in a window for which no check was tried.
@@ -246,10 +250,16 @@ class SummandWeights:
         if not known.is_divisor:
             fit = {hint for hint, pairs in by_hint.items() if _fits(pairs, known.hints[hint])}
             # A factor may change from step to step.
-            self._narrow(fit or {hint for hint, pairs in by_hint.items() if _fits(pairs, _quotient(pairs))})
+            fit = fit or {hint for hint, pairs in by_hint.items() if _fits(pairs, _quotient(pairs))}
+            if not fit and any(_fits(pairs, known.hints[hint], {smallest}) for hint, pairs in by_hint.items()):
+                self._knowledge.said.of_clamp(self.key[0])
+            self._narrow(fit)
             return True
         fit = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0)}
         clamped = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0, {1.0, known.least, smallest})}
+        # Where nothing counts, a loss is 0.
+        nothing = [at for at, read in enumerate(reads) if read.number and read.is_zero is False]
+        clamped = {hint for hint in clamped if all(counts[at][hint] for at in nothing)}
         self._narrow(clamped)
         if fit == clamped:
             return True
@@ -259,10 +269,11 @@ class SummandWeights:
             self._knowledge.said.of_clamp(self.key[0])  # what one count says may be max(1, n) of another
         if fit:
             return True
+        is_new = max(least) != known.least
         self._knowledge.replace(self.key, least=max(least))
         for read, own in zip(reads, numbers, strict=True):
             self.found[read.place] *= min(1.0, min(own) / read.number) if read.number else 1.0
-        return False
+        return not is_new
 
     def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:
         """Whether the sum of weights is what hints predict, as it is in almost every window."""

@@ -329,7 +329,7 @@ class WindowWeights:
             total = only.total()
             if isinstance(total, Tensor):  # which is not waited for; where it is 0, there is nothing to correct
                 return torch.where(total == 0, 1.0, only.prediction / total)
-            if total and total == only.prediction:  # as in almost every window
+            if total == only.prediction and not only.least:  # as in almost every window
                 return 1.0
         return settle(self._knowledge, [self.message()], is_exact=self._is_exact)[0]
 

@@ -60,6 +60,37 @@ def test_clamped_divisor_is_exact_or_said_not_to_be(name, least, positive, seed)
     assert not found.startswith("wrong"), found
 
 
+def of_mask(least, factor=1.0):
+    return lambda o, b: boxes(o, b) / (factor * b["has"].sum().clamp(min=least))
+
+
+# What is divided, the masks of windows, another entry of the batch, the micro-batches, and what comes of it.
+CLAMPS = {
+    "another entry counts as much": (of_mask(1), [[1, 1, 0, 0]], [[1, 0, 1, 0]], (1, 1, 1, 1), "exact"),
+    "fewer than k in the window": (
+        of_mask(2),
+        [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
+        None,
+        (2, 2, 2, 2),
+        "exact",
+    ),
+    "twice the count": (of_mask(2, 2.0), [[1] * 12, [1] * 8 + [0, 1, 1, 0]], None, (4, 4, 2, 2), "warned"),
+}
+
+
+@pytest.mark.parametrize("case", CLAMPS.values(), ids=CLAMPS)
+def test_clamp_is_told_from_what_the_batch_counts_beside_it(case):
+    loss, masks, others, cut, expected = case
+    windows = []
+    for number, mask in enumerate(masks):
+        window = large(number, 1.0, 7)
+        window = {name: tensor[: len(mask)] for name, tensor in window.items()}
+        other = {} if others is None else {"other": torch.tensor(others[number], dtype=torch.float64)}
+        windows.append(window | {"has": torch.tensor(mask, dtype=torch.float64)} | other)
+
+    assert outcome(Form(loss, cut=cut, tolerance=1e-9), by_runner, windows) == expected
+
+
 # --- several divisors -------------------------------------------------------------------------------------------------
 
 
