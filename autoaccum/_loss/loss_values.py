@@ -140,8 +140,13 @@ _PAIR_MEANS = (
 )
 
 
-def no_mean(name: str, whole: tuple[float, float], *parts: tuple[float, float]) -> InvalidInputError:
-    """Return the error for a vector or a pair whose mean over samples is not that of two parts of them together."""
+def no_mean(
+    name: str, whole: tuple[float, float], *parts: tuple[float, float], by_samples: bool
+) -> InvalidInputError | None:
+    """Return the error for a vector or a pair whose mean over samples is not that of two parts of them together.
+
+    None if it is a loss that compares samples, in a pair that says to count it `by_samples`.
+    """
     (mean, weight), added = whole, sum(part[1] for part in parts)
     if not math.isclose(weight, added, rel_tol=_SAME_PAIR):
         return InvalidInputError(
@@ -152,6 +157,8 @@ def no_mean(name: str, whole: tuple[float, float], *parts: tuple[float, float]) 
         mean * weight, sum(each * own**2 for each, own in parts) / (weight or math.nan), rel_tol=_SAME_PAIR
     ):
         return InvalidInputError(f"loss {name!r} is a pair whose first half is a mean; {_PAIR_MEANS}")
+    if by_samples:
+        return None
     return InvalidInputError(
         f"the sums of loss {name!r} do not add up: it gives samples other losses together than in two parts, as "
         "weights divided by their batch mean do. Return a (sum, weight) pair of what each sample adds; pass "

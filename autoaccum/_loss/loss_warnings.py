@@ -47,6 +47,13 @@ class LossWarnings:
             "itself, or pass loss_reduction='sum'"
         )
 
+    def of_samples(self, name: str) -> None:
+        """Warn of a pair that counts by samples a loss which compares them."""
+        self.warn(
+            f"loss {name!r} gives samples other losses together than in two parts, and counts by samples, as its pair "
+            "says: its gradient may differ from the whole batch's"
+        )
+
     def of_unchecked(self, name: str) -> None:
         """Warn of a loss of which no check could compare two parts."""
         self.warn(

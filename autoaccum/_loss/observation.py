@@ -51,6 +51,7 @@ class Observation:
         counts: What the batch counts in the samples.
         numbers: Numbers that the batch carries.
         is_stated: Whether the loss is a pair or a vector, which states its weight.
+        is_pair: Whether it is a pair.
     """
 
     samples: int
@@ -60,6 +61,7 @@ class Observation:
     counts: Mapping[Count, float]
     numbers: Mapping[Path, float]
     is_stated: bool = False
+    is_pair: bool = False
 
     @property
     def weights(self) -> list[float | None]:
@@ -99,6 +101,7 @@ def observe(
         counts_in(batch, samples),
         numbers_in(batch),
         is_stated=loss.weight is not None,
+        is_pair=loss.is_sum,
     )
 
 

@@ -125,12 +125,17 @@ class LossCheck:
                     raise not_finite({name: run.value})
                 continue
             own = [_part_of(run, part.get(name), part, sample) for part in parts]
-            self._compare(name, run, own, partial(self._observe, source, sample, 0, sample.samples))
+            self._compare(name, run, own, partial(self._observe, source, sample, 0, sample.samples), len(whole))
 
     def _compare(
-        self, name: str, run: Observation, parts: Sequence[Observation], again: Callable[..., Mapping[str, Observation]]
+        self,
+        name: str,
+        run: Observation,
+        parts: Sequence[Observation],
+        again: Callable[..., Mapping[str, Observation]],
+        losses: int,
     ) -> None:
-        """Learn how the summands of a loss are put together; `again` runs all samples."""
+        """Learn how the summands of a loss, one of so many, are put together; `again` runs all samples."""
         known = compare(run, parts, None, self.tolerance)
         if any(one.reduction is Reduction.UNCONFIRMED for one in known):
             known = compare(run, parts, again(seed=1).get(name), self.tolerance)
@@ -148,7 +153,11 @@ class LossCheck:
             return
         if run.is_stated:
             if known[0].reduction is not Reduction.MEAN:
-                raise no_mean(name, *((one.value, float(one.weights[0] or 0.0)) for one in runs))
+                by_samples = losses > 1 and run.is_pair and all(one.weights[0] == one.samples for one in runs)
+                values = [(one.value, float(one.weights[0] or 0.0)) for one in runs]
+                if (error := no_mean(name, *values, by_samples=by_samples)) is not None:
+                    raise error
+                self.knowledge.said.of_samples(name)
             return
         self._open.pop(name, None)
         self._found[name] = known

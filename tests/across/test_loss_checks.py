@@ -57,6 +57,15 @@ def assert_exact(model, given, loss, *, forward=lambda model, batch: model(batch
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+def test_pair_that_counts_by_samples_what_compares_them_is_warned_of_beside_another_loss():
+    def loss(outputs, batch):
+        spread = (outputs - outputs.mean(0)).square().mean()
+        return {"mean": outputs.abs().mean(), "spread": (spread * len(outputs), len(outputs))}
+
+    with pytest.warns(autoaccum.LossWarning, match="'spread' gives samples other losses together .* as its pair says"):
+        trained(linear(), [*batches(2)], loss, lambda model, batch: model(batch["inputs"]), torch.optim.SGD, parts=3)
+
+
 # --- learned weights ----------------------------------------------------------------------------------------------
 
 
