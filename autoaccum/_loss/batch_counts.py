@@ -32,7 +32,8 @@ _WAYS: dict[str, Callable[[Any], Any]] = {
 }
 TARGETS = "[1]"  # the name of those of a pair
 ELEMENTS, _ROWS = "elements", "rows"
-OF_FORM = (SAMPLES[0], ELEMENTS, _ROWS)  # whatever the values are
+# What sums are divided by that count a whole window, whatever its masks are.
+OF_WINDOWS = (SAMPLES[0], ELEMENTS, _ROWS, LABELS, SHIFTED)
 
 
 def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:

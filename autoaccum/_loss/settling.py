@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from autoaccum._loss.batch_counts import OF_FORM
+from autoaccum._loss.batch_counts import OF_WINDOWS
 from autoaccum._loss.summands import is_same
 from autoaccum.errors import InvalidInputError
 
@@ -128,8 +128,8 @@ def _look_for_clamps(knowledge: LossKnowledge, parts: Sequence[PartWeights]) -> 
         more = {count for count in known.hints if totals.get(count, 0.0) > known.least and totals[count].is_integer()}
         if any(divisor != known.least for divisor, _ in own):
             more = set(known.hints)  # what changes from window to window is no k
-        elif any(count[0] in OF_FORM and is_same(total, known.least) for count, total in totals.items()):
-            more = set()  # it is the size of the window
+        elif any(count[0] in OF_WINDOWS and is_same(total, known.least) for count, total in totals.items()):
+            more = set()  # it counts the window
         elif any(all(counts.get(count, _NONE)[1] <= known.least for _, counts in own) for count in more):
             knowledge.said.of_divisor(key[0], known.least)
         if more:
