@@ -207,9 +207,11 @@ class SummandWeights:
             if not (below or divisor != 1.0 or any(is_same(number, n) for n in expected)):
                 return self._of_divisor_1(loss, known, weight, is_zero=is_zero)
             if below and not any(is_same(divisor, n) for n in expected):
+                if not is_same(min(below), max(below)):
+                    self._knowledge.said.of_clamp(loss.name)
                 number, weight = min(below), min(below) * weight / divisor
                 self._knowledge.replace(self.key, least=divisor)
-        self._reads.append(_Read(len(self.found), part, number, counts, is_zero))
+        self._reads.append(_Read(len(self.found), part._replace(batch=None), number, counts, is_zero))
         return weight
 
     def _unit_of(self, known: Known, weight: float, divisor: float, part: MicroBatch) -> float | None:

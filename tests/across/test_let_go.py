@@ -157,3 +157,26 @@ def test_a_batch_is_let_go_of_though_its_window_was_refused_before_it_began():
     batch.clear()
 
     assert watched() is None
+
+
+def test_micro_batches_that_a_split_has_made_are_let_go_of_one_after_the_other():
+    alive, most = [], []
+
+    def collated(samples):
+        return {"x": torch.stack([x for x, _ in samples]), "mask": torch.stack([mask for _, mask in samples])}
+
+    def loss(outputs, batch):
+        most.append(sum(ref() is not None for ref in alive))
+        alive.append(weakref.ref(batch["x"]))
+        return (outputs.square().mean(1) * batch["mask"]).sum() / batch["mask"].sum()
+
+    model = nn.Linear(6, 4)
+    options = {"forward": lambda model, batch: model(batch["x"]), "split": autoaccum.ListOfSamples(collated)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(16, 2), loss=loss, device="cpu", **options)
+    for _ in range(3):
+        alive.clear()
+        most.clear()
+        runner.step([(torch.randn(6), torch.tensor(1.0)) for _ in range(16)])
+
+    assert max(most) <= 1
