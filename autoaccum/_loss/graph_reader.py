@@ -52,26 +52,22 @@ class ReadTerm:
             could not be read.
         divisor: The last divisor that the graph holds, None if there is none: where it is 0, the gradient is NaN.
         is_counted: Whether its weight comes from a count or a divisor.
-        is_mean: Whether an operator takes a mean, so that its weight is not only what the loss itself divides by.
         end: The node whose result is summed, as far as its elements have one factor.
         product: The node that multiplies it by a number with a gradient of its own, if any.
         is_nonlinear: Whether it could not be read because a number is no multiple of what it is computed from.
-        may_be_0: Whether its value may be 0, as where nothing counts.
     """
 
     node: Any
     weight: Any
     divisor: float | Tensor | None = None
     is_counted: bool = False
-    is_mean: bool = False
     end: Any = None
     product: Any = None
     is_nonlinear: bool = False
-    may_be_0: bool = True
 
     def at(self, node: Any, weight: Any) -> ReadTerm:
         """Return the same for another node and weight."""
-        return ReadTerm(node, weight, self.divisor, self.is_counted, self.is_mean)
+        return ReadTerm(node, weight, self.divisor, self.is_counted)
 
     def ends(self, node: Any) -> list[ReadTerm]:
         """Return this term alone, which is a sum over what a node gives."""
@@ -265,7 +261,7 @@ def _summed(node: Any, term: ReadTerm) -> list[ReadTerm]:
     """Read a sum or a mean over all elements, or over dimensions that have all of them."""
     inner, number, _ = _only_input(node)
     if node.name().startswith("Mean"):
-        term.weight, term.is_counted, term.is_mean = term.weight * math.prod(_shape(inner, number)), True, True
+        term.weight, term.is_counted = term.weight * math.prod(_shape(inner, number)), True
     return _read_elements(inner, number, term)
 
 
@@ -285,7 +281,7 @@ def _reduced(node: Any, term: ReadTerm) -> list[ReadTerm]:
             count = _total_weight(node)
         else:
             count = math.prod(shape[:-1] if kind.startswith("Multi") else shape)
-        term.weight, term.is_counted, term.is_mean = term.weight * count, True, True
+        term.weight, term.is_counted = term.weight * count, True
     return term.ends(node)
 
 
