@@ -263,7 +263,7 @@ class RankPeers(Peers):
             weights, is_common = [part.weights for part in self.parts], not self.adds_up_gradients
             self._factors = settle(knowledge, weights, is_exact=is_exact, is_common=is_common)
         except NotSettled as wrong:
-            self.totals = self._totals(wrong.weights or {}, self.samples, is_exact=True)
+            self.totals = self._totals(wrong.weights, self.samples, is_exact=True)
             self._runs_forward = knowledge.runs_forward_first
             work.start_over(self.totals)
             return False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._loss.reported import LOSS
+from autoaccum._loss.reported import LOSS, slots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +92,7 @@ class PartResult:
     def slots(self) -> dict[Slot, Any]:
         """The losses and reported values, as `reported.means` expects them."""
         losses = {(LOSS, name): loss.total() for name, loss in self.losses.items()}
-        return losses | {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in self.reported.items()}
+        return losses | slots(self.reported)
 
 
 @dataclass(slots=True)

@@ -199,7 +199,7 @@ class SteadyPath:
 
         Raises:
             NotSteadyError: The loss is no number with a gradient.
-            NotSettled: What it is divided by is not what the batch counts.
+            RecheckWindow: It is not what is known of it.
         """
         step, sizing, stage = self._step, self._sizing, self._step.stage
         objective, scale, context = self._objective, step.scale, step.precision.autocast()

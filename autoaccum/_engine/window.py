@@ -308,7 +308,7 @@ class Engine:
                 raise error.error from None
             self._is_checked_again, self._step.objective.knowledge.is_checked = True, False
             self._totals = self._totals if self._peers.is_part else None  # of what was known before
-        elif isinstance(error, NotSettled) and error.weights is not None:
+        elif isinstance(error, NotSettled):
             self._totals = Totals(error.weights, self._window.samples, is_exact=True)
         self._restore()
         if self._is_steady:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._loss.batch_counts import ELEMENTS, LABELS, POSITIVE, SAMPLES, SUM
+from autoaccum._loss.batch_counts import ELEMENTS, LABELS, POSITIVE, SAMPLES, SHIFTED, SUM
 from autoaccum._loss.observation import differ
 from autoaccum._loss.summands import (
     SAME_WEIGHT,
@@ -20,8 +20,7 @@ from autoaccum._loss.summands import (
     Reduction,
     Source,
     by_samples,
-    counts_of_divisor,
-    hints_of,
+    hinted,
     is_same,
 )
 
@@ -40,7 +39,7 @@ _SPREADS, _FOR_SPREAD, _NEARLY = 6.0, 4, 0.15
 # compared with them from then on.
 _TOLD_BY_BATCH = (LABELS, ELEMENTS, SAMPLES[0])
 # The ways of counting what a loss divides by as max(k, n).
-_CLAMPED = (LABELS, SUM, POSITIVE)
+_OF_MASKS = (LABELS, SHIFTED, SUM, POSITIVE)
 
 
 def compare(
@@ -121,22 +120,15 @@ class _Compared:
         per_sample = abs(whole) / self._runs[0].samples
         if is_same(sum(parts), whole, tolerance):
             return self._hinted(Known(Reduction.MEAN, source, per_sample=per_sample), weights)
-        divisors = [float(one.divisor or 0.0) for one in self._summands]
-        least = min(divisors[1:])
-        is_proportional = all(is_same(w * divisors[0], d * whole) for w, d in zip(weights, divisors, strict=True))
-        if self._is_random or least <= 0 or is_same(least, divisors[0]) or not is_proportional:
+        least = min(parts, key=abs)
+        if self._is_random or not least or is_same(least, whole):
             return None
         found = self._hinted(Known(Reduction.MEAN, source, per_sample=per_sample, least=least), weights)
         return found if found.hints else None
 
     def _hinted(self, known: Known, weights: Sequence[float]) -> Known:
         """Return a mean with the counts of the batch that predict its weights."""
-        counts = [run.counts for run in self._runs]
-        divisors = [float(one.divisor or 0.0) for one in self._summands]
-        if divisors[0] and (found := counts_of_divisor(divisors, counts, known.least)):
-            hints = dict.fromkeys(found, weights[0] / divisors[0])
-            return replace(known, hints=hints, is_divisor=True)
-        return known if known.least else replace(known, hints=hints_of(weights, counts))
+        return hinted(known, weights, [one.divisor for one in self._summands], [run.counts for run in self._runs])
 
     def _is_constant(self) -> bool:
         whole, *parts = self._gradients
@@ -208,7 +200,7 @@ def sum_of(summand: ReadTerm, run: Observation) -> Known:
     if number is not None or not divisor:
         return Known(Reduction.SUM, per_sample=weight, number=number)
     # What was no more than the divisor may be what max(k, n) counts.
-    hints = {count: 1.0 for count, n in run.counts.items() if count[0] in _CLAMPED and n <= divisor and n.is_integer()}
+    hints = {count: 1.0 for count, n in run.counts.items() if count[0] in _OF_MASKS and n <= divisor and n.is_integer()}
     return Known(Reduction.SUM, hints=hints, per_sample=weight, least=divisor)
 
 

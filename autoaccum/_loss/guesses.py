@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoaccum._loss.comparison import sum_of
-from autoaccum._loss.summands import Known, Reduction, Source, counts_of_divisor, hints_of, is_same
+from autoaccum._loss.summands import Known, Reduction, Source, hinted, hints_of, is_same
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def _is_constant(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, f
         and all(divisors)
         and None not in weights
         and all(is_same(one, weights[0]) for one in weights)
-        and not counts_of_divisor(divisors, counts)
+        and 1.0 not in hints_of(divisors, counts).values()
     )
 
 
@@ -99,7 +99,4 @@ def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, flo
     guess, weights = by_graph(summands[0]), [float(one.weight or 0.0) for one in summands]
     if guess.reduction is not Reduction.MEAN or any(one.weight is None for one in summands):
         return guess
-    divisors = [float(one.divisor or 0.0) for one in summands]
-    if all(divisors) and (found := counts_of_divisor(divisors, counts)):
-        return replace(guess, hints=dict.fromkeys(found, weights[0] / divisors[0]), is_divisor=True)
-    return replace(guess, hints=hints_of(weights, counts))
+    return hinted(guess, weights, [one.divisor for one in summands], counts)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from autoaccum._loss.loss_values import in_full
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
 
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.window_weights import Alone, WindowWeights
@@ -29,21 +29,36 @@ _PAIRS = ((TOTAL, WEIGHT), (OWN_TOTAL, OWN_WEIGHT))
 def note(
     values: Sequence[LossValue], samples: int, weights: Alone | WindowWeights, into: dict[Slot, list[Any]]
 ) -> None:
-    """Record the values that one micro-batch reports."""
-    weight, is_sum = weights.of_numbers([one for one in values if not one.is_reported])
+    """Record the values that one micro-batch reports, as sums with their weights."""
+    counts = weights.number_of([one for one in values if not one.is_reported])
+    entry: tuple[Tensor, Any]
     for one in values:
         if not one.is_reported:
             continue
         # A sum over many samples is inaccurate in half precision.
         value = in_full(one.value)
         if one.is_sum:
-            _append(into, OWN_TOTAL, one.name, value, one.weight)
+            kind, entry = OWN_TOTAL, (value, one.weight)
         elif one.is_vector:
-            _append(into, OWN_TOTAL, one.name, value * samples, float(samples))
-        elif is_sum:
-            into.setdefault((SUM, one.name), []).append(value * weight)
-        elif not (isinstance(weight, float) and weight == 0.0):  # otherwise a mean over nothing, which is NaN
-            _append(into, TOTAL, one.name, value * weight, weight)
+            kind, entry = OWN_TOTAL, (value * samples, float(samples))
+        else:
+            kind, entry = SUM if counts.weight is None else TOTAL, (value * counts.factor, counts.weight)
+        into.setdefault((kind, one.name), []).append(entry)
+
+
+def slots(noted: Mapping[Slot, Sequence[tuple[Tensor, Any]]]) -> dict[Slot, Any]:
+    """Return the sums and weights of a window, once its weights are known."""
+    found: dict[Slot, Any] = {}
+    for (kind, name), entries in noted.items():
+        pairs = [(value, weight() if callable(weight) else weight) for value, weight in entries]
+        if kind == TOTAL:  # otherwise a mean over nothing, which is NaN
+            pairs = [(value, weight) for value, weight in pairs if isinstance(weight, Tensor) or weight]
+        if pairs:
+            values, weights = zip(*pairs, strict=True)
+            found[kind, name] = sum(values[1:], start=values[0])
+            if kind != SUM:
+                found[kind + 1, name] = sum(weights[1:], start=weights[0])
+    return found
 
 
 def means(slots: Mapping[Slot, Any]) -> dict[str, Tensor]:
@@ -54,8 +69,3 @@ def means(slots: Mapping[Slot, Any]) -> dict[str, Tensor]:
             if kind == total:
                 found[name] = value / slots[weight, name]
     return {name: value for name, value in found.items() if (LOSS, name) not in slots}
-
-
-def _append(into: dict[Slot, list[Any]], kind: int, name: str, total: Any, weight: Any) -> None:
-    into.setdefault((kind, name), []).append(total)
-    into.setdefault((kind + 1, name), []).append(weight)

@@ -45,10 +45,10 @@ class NotSettled(Exception):  # noqa: N818 - it is no error of the user's
     """The weights of a window were predicted wrong: it is made again.
 
     Args:
-        weights: The true ones; None if they are not sure.
+        weights: The true ones.
     """
 
-    def __init__(self, weights: Mapping[SummandKey, float] | None) -> None:
+    def __init__(self, weights: Mapping[SummandKey, float]) -> None:
         super().__init__("weights were predicted wrong")
         self.weights = weights
 

@@ -45,16 +45,28 @@ class _Read(NamedTuple):
     Attributes:
         place: Its number in the window.
         part: The micro-batch.
-        number: What counts of the batch have to explain: the divisor, where they have been that, or else the weight.
+        number: What hints predict: the divisor, since a factor of the loss may change from step to step, or the weight.
+        divisor: That divisor, 0 for none.
         counts: Those of the batch; None where the window can be asked for them at any time.
-        is_zero: Whether the loss is 0, as where nothing counts; None if it was not looked at.
+        value: The loss, where its divisor may be max(k, n) and it has no other summand.
     """
 
     place: int
     part: MicroBatch
     number: float
+    divisor: float
     counts: Mapping[Count, float] | None
-    is_zero: bool | None = None
+    value: Tensor | None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the loss is known to be 0, as where nothing counts."""
+        return self.value is not None and not float(self.value)
+
+    @property
+    def counts_something(self) -> bool:
+        """Whether the loss is known not to be 0."""
+        return self.value is not None and bool(float(self.value))
 
 
 class SummandWeights:
@@ -91,11 +103,16 @@ class SummandWeights:
         self._predicted = (self._number or _by_check(self.known, window) if predicted is None else predicted) or 1.0
         self._has_unit = has_unit
         self._has_to_pass = has_to_pass
+        # What max(1, n) gives where nothing counts, and max(k, n).
+        self._least = {*self.known.hints.values(), self.known.least}
         self._reads: list[_Read] = []  # to be explained
         self.found: list[float | Tensor] = []
+        self.divisor: Any = 1.0  # what the last micro-batch was divided by
         self._fixed: float | None = None  # P, once a micro-batch was divided by it
-        self._unit: float | None = None  # the weight of one that is counted, in the first micro-batch
+        self._each = 1.0 if self._hint is None else self.known.hints.get(self._hint, 1.0)
+        self._first: float | None = None  # the weight of what hints predict, in the first micro-batch
         self._numbers: dict[Count, float] = {}  # the counts of the first micro-batch, where they are the weights
+        self._made: list[dict[Count, float]] = []  # counts of what a split has made, where they may explain a sum
         self._divided: tuple[float, Any] | None = None  # what a sum was divided by first, and its divisor
 
     @property
@@ -108,16 +125,15 @@ class SummandWeights:
         """P, which stands for W until that is known."""
         if self._fixed is not None:
             return self._fixed
-        return self._predicted * self._weight_of_one() if self._has_unit else self._predicted
+        return self._predicted * self._each * self._per_number() if self._has_unit else self._predicted
 
     @property
     def least(self) -> float:
         """The least in magnitude that the window's weight can be."""
-        return self.known.least * self._weight_of_one() if self.known.least else 0.0
+        return self.known.least * self._per_number()
 
-    def _weight_of_one(self) -> float:
-        """Return the weight of one that is counted, of the hint by which W is predicted."""
-        return unit_of(self.known, self._window) if self._unit is None else self._unit
+    def _per_number(self) -> float:
+        return (self.known.per_divisor or 1.0) if self._first is None else self._first
 
     def fix(self) -> float:
         """Return P, by which a micro-batch is divided: it stays the same from now on."""
@@ -128,6 +144,11 @@ class SummandWeights:
         """Return the weights, added up over these samples."""
         total: Any = sum(self.found[1:], start=self.found[0])
         return in_full(total) if isinstance(total, Tensor) and not total.is_cpu else float(total)
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether all of it was divided by max(k, 0)."""
+        return bool(self._reads) and not any(self.found)
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
@@ -150,13 +171,14 @@ class SummandWeights:
         elif not isinstance(divisor, Tensor):
             weight = self._read(loss, known, summand, part)
         self.found.append(weight)
+        self.divisor = divisor
         return divisor
 
     def counts_as(self, summand: ReadTerm, part: MicroBatch) -> bool:
         """Whether the weight of a summand is one of the counts that have been its weight."""
-        hints, weight = self.known.hints, summand.weight
-        return isinstance(weight, float) and any(
-            is_same(weight, n * hints[count]) for count, n in self._counts(part).items()
+        hints, number = self.known.hints, (summand.divisor if self.known.per_divisor else None) or summand.weight
+        return isinstance(number, float) and any(
+            is_same(number, n * hints[count]) for count, n in self._counts(part).items()
         )
 
     def _counts(self, part: MicroBatch) -> dict[Count, float]:
@@ -182,113 +204,106 @@ class SummandWeights:
                 )
             )
         first = min(numbers)
-        return numbers[first] * known.hints[first]
+        return numbers[first] * known.hints[first] * (known.per_divisor or 1.0)
 
     def _read(self, loss: LossValue, known: Known, summand: ReadTerm, part: MicroBatch) -> float:
-        """Return the weight of a mean by its graph: n in place of max(k, n), and 0 for what is multiplied by 0."""
+        """Return the weight of a mean by its graph; 0 for what is multiplied by 0."""
         weight, divisor = float(summand.weight), float(summand.divisor or 0.0)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {loss.name!r} divides by NaN; look for NaN among the weights")
         if not weight or math.isinf(weight):
             return 0.0
-        if summand.divisor is None and self._knowledge.is_torch_loss:
+        if self._knowledge.is_torch_loss:
             return weight  # an operator of torch counts, and is never clamped
-        if self._unit is None and (known.is_divisor or self._has_unit):
-            self._unit = self._unit_of(known, weight, divisor, part)
-        number = divisor if known.is_divisor and divisor else weight
+        number = (divisor if known.per_divisor else 0.0) or weight
+        if self._first is None:
+            self._first = weight / number if known.per_divisor else self._per_count(weight, part)
+        may_be_clamped = self._is_least(number) if known.hints else divisor == 1.0
+        value = loss.value.detach() if may_be_clamped and len(self._knowledge.summands[loss.name]) == 1 else None
         # What a split has made it may make otherwise another time.
-        counts, is_zero = None if part.batch is None else self._counts(part), None
-        if divisor in (1.0, known.least or 1.0):  # it may be max(k, n)
-            counts = self._counts(part)
-            expected = [n if known.is_divisor else n * known.hints[count] for count, n in counts.items()]
-            below = [n for n in counts.values() if n < divisor] if known.is_divisor else []
-            if len(self._knowledge.summands[loss.name]) == 1:
-                is_zero = not float(loss.value.detach())
-            if not (below or divisor != 1.0 or any(is_same(number, n) for n in expected)):
-                return self._of_divisor_1(loss, known, weight, is_zero=is_zero)
-            if below and not any(is_same(divisor, n) for n in expected):
-                if not is_same(min(below), max(below)):
-                    self._knowledge.said.of_clamp(loss.name)
-                number, weight = min(below), min(below) * weight / divisor
-                self._knowledge.replace(self.key, least=divisor)
-        self._reads.append(_Read(len(self.found), part._replace(batch=None), number, counts, is_zero))
+        counts = None if part.batch is None else self._counts(part)
+        self._reads.append(_Read(len(self.found), part._replace(batch=None), number, divisor, counts, value))
         return weight
 
-    def _unit_of(self, known: Known, weight: float, divisor: float, part: MicroBatch) -> float | None:
-        """Return the weight of one that is counted, in a micro-batch; None if nothing is."""
-        if known.is_divisor and divisor:
-            return weight / divisor
-        hint = self._hint
-        number = 0.0 if hint is None else counted(self._window, *part[:2], frozenset([hint]), part.batch)[hint]
-        return weight / number if number else None
+    def _is_least(self, number: float) -> bool:
+        return any(is_same(number, one) for one in self._least)
 
-    def _of_divisor_1(self, loss: LossValue, known: Known, weight: float, *, is_zero: bool | None) -> float:
-        """Return the weight of a mean of which nothing tells whether its divisor of 1 is max(1, 0)."""
-        if is_zero:
-            return 0.0
-        if not known.is_guess:
-            self._knowledge.said.of_clamp(loss.name)
-        return weight
+    def _per_count(self, weight: float, part: MicroBatch) -> float | None:
+        """Return a weight over that of the check, of what is counted; None if nothing is."""
+        if self._hint is None or not self._has_unit:
+            return None
+        n = counted(self._window, *part[:2], frozenset([self._hint]), part.batch)[self._hint]
+        return weight / (n * self._each) if n else None
 
     # --- what explains the weights of a window ------------------------------------------------------------------------
 
-    def explain(self) -> bool:
-        """Compare weights with what the batch counts; return False where they were of a new max(k, n).
+    def explain(self) -> None:
+        """Compare weights with what the batch counts, and put n in place of a greater k, as in max(k, n).
 
         Raises:
             RecheckWindow: Nothing explains them, in a window for which no check was tried.
         """
         reads, known = self._reads, self.known
-        if not reads or not known.hints:
-            return True
-        smallest = min(read.number for read in reads)
-        if self._explains_sum(known, reads):
-            return True
+        if not known.hints:
+            self._look_for_ones(reads)
+            return
+        if not reads or self._explains_sum(known, reads):
+            return
         counts = [self._counts(read.part) if read.counts is None else read.counts for read in reads]
-        by_hint = {
-            hint: [(read.number, of_read[hint]) for read, of_read in zip(reads, counts, strict=True)]
-            for hint in known.hints
+        compared = {
+            hint: [(read.number / each, of_read[hint]) for read, of_read in zip(reads, counts, strict=True)]
+            for hint, each in known.hints.items()
         }
-        if not known.is_divisor:
-            fit = {hint for hint, pairs in by_hint.items() if _fits(pairs, known.hints[hint])}
-            # A factor may change from step to step.
-            fit = fit or {hint for hint, pairs in by_hint.items() if _fits(pairs, _quotient(pairs))}
-            if not fit and any(_fits(pairs, known.hints[hint], {smallest}) for hint, pairs in by_hint.items()):
-                self._knowledge.said.of_clamp(self.key[0])
-            self._narrow(fit)
-            return True
-        fit = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0)}
-        clamped = {hint for hint, pairs in by_hint.items() if _fits(pairs, 1.0, {1.0, known.least, smallest})}
-        # Where nothing counts, a loss is 0.
-        nothing = [at for at, read in enumerate(reads) if read.number and read.is_zero is False]
-        clamped = {hint for hint in clamped if all(counts[at][hint] for at in nothing)}
-        self._narrow(clamped)
-        if fit == clamped:
-            return True
-        numbers = [[of_read[hint] for hint in clamped] for of_read in counts]
-        least = {read.number for read, own in zip(reads, numbers, strict=True) if not is_same(read.number, min(own))}
-        if fit or least - {1.0, known.least} or not all(is_same(min(own), max(own)) for own in numbers):
+        fit = {hint for hint, pairs in compared.items() if _fits(pairs)}
+        if not fit and not known.per_divisor:  # a factor may change from step to step
+            fit = {hint for hint, pairs in compared.items() if _fits(pairs, _quotient(pairs))}
+        # Where a loss is not 0, something counts.
+        something = [at for at, read in enumerate(reads) if read.counts_something]
+        least = {
+            hint: found * known.hints[hint]
+            for hint, pairs in compared.items()
+            if hint not in fit
+            and (known.per_divisor or not fit)
+            and all(counts[at][hint] for at in something)
+            and (found := _least_of(pairs))
+            # Beside another explanation, a k that is new is a guess, unless some micro-batch has as many.
+            and (not fit or self._is_least(found * known.hints[hint]) or not all(n < found for _, n in pairs))
+        }
+        # A count, or several times a count, explains a divisor better than a part of another, which fits by accident.
+        if whole := {hint for hint in fit | least.keys() if known.hints[hint].is_integer()}:
+            fit, least = fit & whole, {hint: one for hint, one in least.items() if hint in whole}
+        self._narrow(fit | least.keys())
+        if not least:
+            return
+        parts = [[min(1.0, n / number) for number, n in compared[hint]] for hint in least]
+        is_known = all(map(self._is_least, least.values()))
+        if fit or not is_known or any(not all(map(is_same, parts[0], own)) for own in parts):
             self._knowledge.said.of_clamp(self.key[0])  # what one count says may be max(1, n) of another
-        if fit:
-            return True
-        is_new = max(least) != known.least
-        self._knowledge.replace(self.key, least=max(least))
-        for read, own in zip(reads, numbers, strict=True):
-            self.found[read.place] *= min(1.0, min(own) / read.number) if read.number else 1.0
-        return not is_new
+        if not fit:
+            self._knowledge.replace(self.key, least=min(least.values(), key=abs))
+            for read, *own in zip(reads, *parts, strict=True):
+                self.found[read.place] *= min(own)
+
+    def _look_for_ones(self, reads: Sequence[_Read]) -> None:
+        """Warn of a divisor of 1 of which nothing tells whether it is max(1, 0)."""
+        ones = [read for read in reads if read.divisor == 1.0]
+        if ones and not self.known.is_guess:
+            self._knowledge.said.of_clamp(self.key[0])
+        for read in ones:
+            if read.is_zero:
+                self.found[read.place] = 0.0
 
     def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:
         """Whether the sum of weights is what hints predict, as it is in almost every window."""
         if reads[0].counts is not None:
             return False
-        hint = self._hint
-        if hint is not None and hint in known.hints and self._number and not self._knowledge.is_tried_now:
-            numbers = {hint: self._number}
+        if len(known.hints) == 1 and self._hint in known.hints and self._number:
+            numbers: dict[Any, float] = {self._hint: self._number}
         else:
-            free = frozenset(hint for hint in known.hints if _is_free(hint, self._window))
+            free = frozenset(one for one in known.hints if _is_free(one, self._window))
             numbers = counted(self._window, 0, self._window.samples, free or frozenset(known.hints))
         total = sum(read.number for read in reads)
-        return all(is_same(total, n if known.is_divisor else n * known.hints[hint]) for hint, n in numbers.items())
+        return all(is_same(total, n * known.hints[one]) for one, n in numbers.items())
 
     def _narrow(self, fit: AbstractSet[Count]) -> None:
         """Keep only the hints that fit.
@@ -308,9 +323,11 @@ class SummandWeights:
 
     # --- sums ---------------------------------------------------------------------------------------------------------
 
-    def compare_sum(self, summand: ReadTerm) -> None:
+    def compare_sum(self, summand: ReadTerm, part: MicroBatch) -> None:
         """Warn if a sum is divided by different numbers; where it is 0, nothing counts."""
         weight = summand.weight
+        if part.batch is not None and self.known.hints:
+            self._made.append(counts_in(part.batch, part.stop - part.start))
         if not isinstance(weight, float) or not weight or not math.isfinite(weight):
             return
         self._divided = (weight, summand.divisor) if self._divided is None else self._divided
@@ -326,21 +343,28 @@ class SummandWeights:
 
         None if it is none, or no count that is known was at most its divisor.
         """
-        if self.known.is_weighed or not self.known.hints or not self._window.is_nested or self._divided is None:
+        if self.known.is_weighed or not self.known.hints or self._divided is None:
             return None
-        counts = [counts_of(self._window, *part[:2]) for part in parts]
+        counts = self._made or [counts_of(self._window, *part[:2]) for part in parts]
         numbers = {count: [of_part.get(count, 0.0) for of_part in counts] for count in sorted(counts[0])}
         divisor = float(self._divided[1] or 0.0)
         return divisor, {count: (sum(found), max(found)) for count, found in numbers.items()}
 
 
-def _fits(pairs: Sequence[tuple[float, float]], scale: float, least: AbstractSet[float] = frozenset()) -> bool:
-    """Whether each number is a count times a scale, or one of `least` that exceeds it, but for rounding."""
-    room = ONE_NUMBER * sum(abs(number) for number, _ in pairs)
-    return all(
-        is_same(number, n * scale) or abs(number - n * scale) <= room or (n < number and number in least)
-        for number, n in pairs
-    )
+def _fits(pairs: Sequence[tuple[float, float]], scale: float = 1.0) -> bool:
+    """Whether each number is a count times a scale, but for rounding."""
+    return all(_are_one(number, n * scale, pairs) for number, n in pairs)
+
+
+def _are_one(number: float, n: float, pairs: Sequence[tuple[float, float]]) -> bool:
+    return is_same(number, n) or abs(number - n) <= ONE_NUMBER * sum(abs(one) for one, _ in pairs)
+
+
+def _least_of(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return k, where each number is max(k, n) of a count n, and some n is less than k; 0 for none."""
+    least = min(number for number, _ in pairs)
+    others = [(number, n) for number, n in pairs if not _are_one(number, n, pairs)]
+    return least if others and all(is_same(number, least) and n < number for number, n in others) else 0.0
 
 
 def _quotient(pairs: Sequence[tuple[float, float]]) -> float:
@@ -374,7 +398,7 @@ def all_predicted(knowledge: LossKnowledge, window: Window, *, in_units: bool) -
 def unit_of(known: Known, window: Window) -> float:
     """Return the weight of one that the hint counts by which a summand is predicted."""
     hint = hint_of(known, window)
-    return known.hints.get(hint, 1.0) if hint is not None else 1.0
+    return known.hints.get(hint, 1.0) * (known.per_divisor or 1.0) if hint is not None else 1.0
 
 
 def predicted(known: Known, window: Window) -> float:

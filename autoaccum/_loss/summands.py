@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoaccum._loss.batch_counts import SAMPLES
 
@@ -48,11 +48,12 @@ class Known:
     Attributes:
         reduction: How it is put together. What is constant or not confirmed counts by samples.
         source: Where its weight w comes from.
-        hints: Counts of the batch that predict w, each with the w of one that is counted, which may be negative.
-        is_divisor: Whether the divisor that the graph holds is what the hints count; w may be a multiple of it.
+        hints: Counts of the batch that predict the divisor that the graph holds, or else w, each with the number of
+            one that is counted, which may be negative.
+        per_divisor: What w was of that divisor in the last check; 0 if hints predict w.
         per_sample: The w of a sample in the last check, in magnitude.
-        least: The k of max(k, n), where n is what the hints count; 0 if nothing is clamped. Of a sum its divisor, which
-            none of the hints has exceeded.
+        least: The divisor, or w, where n is less than k in max(k, n); 0 if nothing is clamped. Of a sum its divisor,
+            which none of the hints has exceeded.
         is_guess: Whether the graph suggests it, and no check has compared parts in which something counts.
         adds: Of what is not confirmed: whether its parts make the whole rather added than averaged.
         number: Of a sum: where the batch carries the number that it is divided by.
@@ -61,7 +62,7 @@ class Known:
     reduction: Reduction
     source: Source = Source.GRAPH
     hints: Mapping[Count, float] = field(default_factory=dict)
-    is_divisor: bool = False
+    per_divisor: float = 0.0
     per_sample: float = 1.0
     least: float = 0.0
     is_guess: bool = False
@@ -89,35 +90,49 @@ def by_samples(reduction: Reduction) -> Known:
     return replace(BY_SAMPLES, reduction=reduction)
 
 
-def hints_of(weights: Sequence[float], counts: Sequence[Mapping[Count, float]]) -> dict[Count, float]:
-    """Return the counts that predict weights, each with the weight of one that is counted.
+def hinted(
+    known: Known, weights: Sequence[float], divisors: Sequence[Any], counts: Sequence[Mapping[Count, float]]
+) -> Known:
+    """Return a mean with the counts that predict its weights.
 
     Args:
+        known: What is known of it; its `least` is that of the weights.
         weights: The w of all samples of a check, then of parts of them.
+        divisors: The divisors that the graphs hold; None for none.
         counts: What the batch counts in each.
     """
-    whole = weights[0]
+    each = weights[0] / float(divisors[0]) if divisors[0] else 0.0
+    if not each or not all(
+        divisor and is_same(w, each * float(divisor)) for w, divisor in zip(weights, divisors, strict=True)
+    ):
+        return replace(known, hints=hints_of(weights, counts, known.least))
+    least = known.least / each
+    hints = hints_of([w / each for w in weights], counts, least)
+    return replace(known, hints=hints, per_divisor=each, least=least)
+
+
+def hints_of(
+    numbers: Sequence[float], counts: Sequence[Mapping[Count, float]], least: float = 0.0
+) -> dict[Count, float]:
+    """Return the counts that numbers are multiples of, each with the number for one that is counted.
+
+    Args:
+        numbers: Of all samples of a check, then of parts of them.
+        counts: What the batch counts in each.
+        least: The number that is in place of a smaller count, as in max(k, n); 0 for none.
+    """
+    whole = numbers[0]
     found: dict[Count, float] = {}
-    for count, number in counts[0].items():
-        if number and whole:
-            each = 1.0 if is_same(whole / number, 1.0) else whole / number
-            if all(is_same(w, of_run.get(count, 0.0) * each) for w, of_run in zip(weights, counts, strict=True)):
+    for count, n in counts[0].items():
+        if n and whole:
+            each = whole / n
+            each = round(each) * 1.0 if is_same(each, round(each)) else each
+            pairs = [(number / each, of_run.get(count, 0.0)) for number, of_run in zip(numbers, counts, strict=True)]
+            if least and (each != 1.0 or all(own.get(count) == own[SAMPLES] for own in counts)):
+                continue  # a part that is k tells nothing of it
+            if all(is_same(number, own) or (own < number and is_same(number, least)) for number, own in pairs):
                 found[count] = each
     return found
-
-
-def counts_of_divisor(
-    divisors: Sequence[float], counts: Sequence[Mapping[Count, float]], least: float = 0.0
-) -> list[Count]:
-    """Return the counts that divisors are; or, where `least` was read, less than it, as of max(least, n)."""
-    return [
-        count
-        for count in counts[0]
-        if all(
-            is_same(divisor, number) or (divisor == least and number < least)
-            for divisor, number in zip(divisors, (of_run.get(count, 0.0) for of_run in counts), strict=True)
-        )
-    ]
 
 
 def is_same(weight: float, other: float, tolerance: float = SAME_WEIGHT) -> bool:

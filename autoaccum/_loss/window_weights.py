@@ -9,7 +9,7 @@ Otherwise the window is made again with P = W.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from torch._subclasses import FakeTensor
 
 from autoaccum._loss.graph_reader import ReadTerm, has_only_weights_of_0, read, stop, weight_at_once
 from autoaccum._loss.knowledge import RecheckWindow, changed
-from autoaccum._loss.settling import NotSettled, PartWeights, nothing_counts, settle
+from autoaccum._loss.settling import PartWeights, nothing_counts, settle
 from autoaccum._loss.summand_weights import MicroBatch, SummandWeights, power_of_two
 from autoaccum._loss.summands import Reduction, Source, is_same
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._loss.knowledge import LossKnowledge
@@ -56,9 +56,21 @@ class Alone:
         refuse_nothing(self._knowledge, loss)
         return loss.value / loss.weight if loss.is_sum else loss.value  # type: ignore[operator]
 
-    def of_numbers(self, losses: Sequence[LossValue]) -> tuple[Any, bool]:  # noqa: ARG002 - as of a window
+    def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
         """As for `WindowWeights`."""
-        return 1.0, False
+        return Number(1.0, lambda: 1.0)
+
+
+class Number(NamedTuple):
+    """How a number counts that is reported beside the losses of a micro-batch.
+
+    Attributes:
+        factor: What it is multiplied by.
+        weight: Returns, once the window is complete, what the factors add up to; None for a number that is summed.
+    """
+
+    factor: float | Tensor
+    weight: Callable[[], float | Tensor] | None = None
 
 
 class WindowWeights:
@@ -219,15 +231,13 @@ class WindowWeights:
         """Return what a summand is multiplied by: w / P, or 1 for a sum."""
         weights = self._of((loss.name, number))
         if not known.is_weighed:
-            weights.compare_sum(summand)
+            weights.compare_sum(summand, self._now)
             return self._scale
         divisor = weights.add(loss, summand, self._now)
         if loss.is_sum:
             return self._scale / weights.fix()
         if not isinstance(divisor, Tensor) and (not divisor or math.isinf(divisor)):
             return 0.0  # what is multiplied by 0 is not there
-        if isinstance(weight := weights.found[-1], float) and not weight:  # divided by max(1, 0)
-            self._exists.setdefault(loss.name, True)
         return divisor / weights.fix() * self._scale
 
     def _scaled(
@@ -276,20 +286,20 @@ class WindowWeights:
             )
         self._exists[loss.name] = self._exists.get(loss.name, True) and bool(value.isfinite())
 
-    def of_numbers(self, losses: Sequence[LossValue]) -> tuple[Any, bool]:
-        """Return the weight of a number that is reported beside the losses of a micro-batch, and whether it is summed.
+    def number_of(self, losses: Sequence[LossValue]) -> Number:
+        """Return how a number counts that is reported beside the losses of the micro-batch.
 
-        It is that of the only loss, or else counts by samples.
+        As the only loss does, or else by samples.
         """
         own = [self._of(key) for key, known in self._knowledge.items() if len(losses) == 1 and key[0] == losses[0].name]
-        if len(own) == 1:
-            (weights,) = own
-            if not weights.known.is_weighed:
-                return self._scale, True
-            return weights.found[-1] / weights.prediction * self._scale, False
-        if self._knowledge.adds_all:
-            return self._scale, True
-        return (self._now.stop - self._now.start) / self._samples * self._scale, False
+        if self._knowledge.adds_all or (len(own) == 1 and not own[0].known.is_weighed):
+            return Number(self._scale)
+        if len(own) != 1:
+            share = (self._now.stop - self._now.start) / self._samples * self._scale
+            return Number(share, lambda: share)
+        (weights,), scale = own, self._scale / own[0].prediction
+        place = len(weights.found) - 1
+        return Number(weights.divisor * scale, lambda: weights.found[place] * scale)
 
     # --- after the window ---------------------------------------------------------------------------------------------
 
@@ -297,12 +307,12 @@ class WindowWeights:
         """Compare the weights of all micro-batches with what the batch counts.
 
         Raises:
-            NotSettled: Some were of max(k, n): the window is made again, since numbers were reported by them.
             RecheckWindow: The loss is not what is known of it.
         """
-        are_right = [one.explain() for one in self._weights.values()]
-        if not all(are_right) and not self._has_to_pass:
-            raise NotSettled(None)
+        for weights in self._weights.values():
+            weights.explain()
+            if weights.counts_nothing:
+                self._exists.setdefault(weights.key[0], True)
 
     def totals(self) -> dict[SummandKey, float]:
         """Return the weight of each summand, added up over these samples."""
@@ -367,9 +377,9 @@ class Nothing(Alone):
             stop(summand)
         return loss.value.nan_to_num() * 0.0
 
-    def of_numbers(self, losses: Sequence[LossValue]) -> tuple[Any, bool]:  # noqa: ARG002 - as of a window
+    def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
         """As for `WindowWeights`."""
-        return 0.0, False
+        return Number(0.0, lambda: 0.0)
 
 
 def refuse_nothing(knowledge: LossKnowledge, loss: LossValue) -> None:
