@@ -55,6 +55,9 @@ def is_number_due(number: int) -> bool:
 class NotSteadyError(Exception):
     """A window is not like the careful ones: it is made again on the careful path."""
 
+    def __init__(self) -> None:
+        super().__init__("the loss is no number with a gradient")
+
 
 @dataclass(slots=True)
 class _Known:

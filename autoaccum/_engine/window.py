@@ -38,12 +38,12 @@ from autoaccum._engine.window_checks import (
 )
 from autoaccum._loss.knowledge import RecheckWindow
 from autoaccum._loss.settling import NotSettled, Totals
-from autoaccum._oom import is_device_lost
+from autoaccum._oom import first_line, is_device_lost
 from autoaccum._records import DeviceScalar
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import signals
-from autoaccum.errors import AutoaccumError, DoesNotFitError, StateDamagedError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -302,7 +302,16 @@ class Engine:
     # --- an attempt failed: restore, and begin again ------------------------------------------------------------------
 
     def _take_careful_path(self, error: NotSteadyError | RecheckWindow | NotSettled) -> None:
-        """Restore the window, whose loss is not as careful windows have seen it, and run it on the careful path."""
+        """Restore the window, whose loss is not as careful windows have seen it, and run it on the careful path.
+
+        Raises:
+            InvalidInputError: It cannot run again.
+        """
+        if self._window.versions() != self._versions_of_data:
+            raise InvalidInputError(
+                f"the window has to run again ({first_line(error)}), and the model has changed its input in place; let "
+                "the model work on a copy (inputs.clone())"
+            ) from error
         if isinstance(error, RecheckWindow):
             if self._is_checked_again:
                 raise error.error from None

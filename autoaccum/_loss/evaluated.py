@@ -69,17 +69,21 @@ def _of_several(
     knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window
 ) -> tuple[float, float]:
     """Return how a loss of several summands counts, whose values are not known: by what all share, or by samples."""
-    if loss.value.requires_grad and all(one.reduction is Reduction.MEAN for one in known):
+    noted: list[Any] = []
+    if loss.value.requires_grad:
         weights = WindowWeights(knowledge, window)
         weights.enter(0, window.samples, None)
-        units = [abs(float(weight)) / one.per_sample for weight, one in zip(weights.note(loss), known, strict=True)]
-        if all(is_same(one, units[0]) for one in units):
-            return units[0], units[0]
+        noted = weights.note(loss)
+        if all(one.reduction is Reduction.MEAN for one in known):
+            units = [abs(float(weight)) / one.per_sample for weight, one in zip(noted, known, strict=True)]
+            if all(is_same(one, units[0]) for one in units):
+                return units[0], units[0]
     knowledge.said.warn(
         f"loss {loss.name!r} has terms that are divided by numbers of their own, of which an evaluation knows the sum "
         "alone: it weighs micro-batches by their samples; return the terms by name"
     )
-    weight = 0.0 if bool(loss.value.detach().isnan()) else float(window.samples)
+    counts_nothing = not all(noted) if noted else has_no_labels(window)
+    weight = 0.0 if counts_nothing and bool(loss.value.detach().isnan()) else float(window.samples)
     return weight, weight
 
 

@@ -287,7 +287,7 @@ class SummandWeights:
     def _look_for_ones(self, reads: Sequence[_Read]) -> None:
         """Warn of a divisor of 1 of which nothing tells whether it is max(1, 0)."""
         ones = [read for read in reads if read.divisor == 1.0]
-        if ones and not self.known.is_guess:
+        if ones and not (self.known.is_guess and self._knowledge.is_tried_now):
             self._knowledge.said.of_clamp(self.key[0])
         for read in ones:
             if read.is_zero:

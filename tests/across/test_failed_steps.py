@@ -252,6 +252,28 @@ def test_window_whose_data_the_model_has_changed_is_not_silently_done_again():
         runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
 
 
+def test_window_whose_data_the_model_has_changed_does_not_run_again_where_weights_were_predicted_wrong():
+    class Doubles(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["x"].mul_(2))
+
+    def loss(outputs, batch):
+        kept = batch["kept"][:, 0, 0]  # which 8 samples do not tell from all
+        return (outputs.square().mean(1) * kept).sum() / kept.sum() + outputs.abs().mean()
+
+    model, kept = Doubles(4, 3), torch.ones(64, 1, 1)
+    kept[[3, 5, 11, 17, 22, 23, 24, 35]] = 0
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+    runner = autoaccum.Runner(
+        model, optimizer, autoaccum.plan(64, 16), loss=loss, forward=lambda model, batch: model(batch), device="cpu"
+    )
+
+    with pytest.raises(autoaccum.InvalidInputError, match="changed its input in place"):
+        runner.step({"x": torch.rand(64, 4), "kept": kept})
+
+    assert torch.equal(model.weight, before)
+
+
 def test_losses_that_could_not_be_tried_for_lack_of_memory_are_told():
     class Picky(nn.Linear):
         def forward(self, inputs):

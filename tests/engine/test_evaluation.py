@@ -174,6 +174,31 @@ def test_terms_of_one_loss_with_divisors_of_their_own_are_weighed_by_samples_wit
     assert found == pytest.approx(sum(losses) / len(losses), rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' has terms that are divided by numbers of their own")
+def test_loss_of_several_terms_that_is_nan_though_something_counts_makes_an_evaluation_nan():
+    model, batches = WithLoss(), ragged_tokens()[:3]
+    runner = runner_of(model, loss=sum_with_penalty)
+    assert math.isfinite(runner.evaluate(batches))
+
+    batches[0][0][0] = torch.nan
+
+    assert math.isnan(runner.evaluate(batches))
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "window"])
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.rand(3)), nn.CrossEntropyLoss(label_smoothing=0.1)],
+    ids=["plain", "of weighted classes", "smoothed"],
+)
+def test_probabilities_as_targets_are_evaluated_before_training(loss, scope):
+    model, batch = nn.Linear(4, 3), (torch.randn(6, 4), torch.randn(6, 3).softmax(1))
+
+    found = runner_of(model, loss=loss, loss_scope=scope).evaluate([batch])
+
+    assert found == pytest.approx(loss(model(batch[0]), batch[1]).item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["of the model", "a function"])
 @pytest.mark.parametrize("labelled", [(1, 5, 2), (5, 1, 3), (2, 5, 5)])
 def test_mean_over_batches_of_one_sample_each_is_over_their_labelled_tokens(own, labelled):

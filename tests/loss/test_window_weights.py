@@ -91,6 +91,31 @@ def test_clamp_is_told_from_what_the_batch_counts_beside_it(case):
     assert outcome(Form(loss, cut=cut, tolerance=1e-9), by_runner, windows) == expected
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, b: (o[:, 0].square() * (b["y"] != 0)).sum() / (b["y"] != 0).sum().clamp(min=1),
+        lambda o, b: ((o[:, 0] - 9).relu() * (b["x"][:, 0] < 0)).sum() / (b["x"][:, 0] < 0).sum().clamp(min=1),
+    ],
+    ids=["something counts where a count of the batch says nothing", "a loss is 0 where something counts"],
+)
+def test_clamp_that_no_count_of_the_batch_tells_from_a_divisor_of_1_is_warned_of(loss):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        autoaccum.plan(8, 1),
+        loss=loss,
+        forward=lambda model, batch: model(batch["x"]),
+        device="cpu",
+    )
+
+    windows = torch.tensor([[1.0, 2, 0, 3, 0, 1, 1, 2], [1.0, -2, 0, 0, 3, 1, 1, 2]]).double()
+    with pytest.warns(autoaccum.LossWarning, match="divides by more in a micro-batch than is counted there"):
+        assert all(runner.step({"x": torch.randn(8, 4).double(), "y": y}) for y in windows)
+
+
 # --- several divisors -------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,157 @@
+"""No loss that is divided by max(k, n) trains silently wrong, whatever else the batch counts."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from loss_forms import Form
+from loss_outcomes import by_runner, outcome
+
+N, WINDOWS = 8, 9
+OTHERS = {
+    "none": None,
+    "a mean": lambda o, b, mask, least: o.square().mean(),
+    "a mean over the same": lambda o, b, mask, least: (o[:, 1].abs() * b[mask]).sum() / b[mask].sum().clamp(min=least),
+    "a mean over b": lambda o, b, mask, least: (o[:, 1].abs() * b["b"]).sum() / b["b"].sum().clamp(min=1),
+    "a sum": lambda o, b, mask, least: o.abs().sum() * 0.01,
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """A mean over what a mask of the batch keeps, at least so many of them, beside another mask.
+
+    Attributes:
+        kept: The part of samples that both masks keep.
+        differ: The part of samples of which one of them is other than the other.
+        least: The k of max(k, n); 0 for n itself.
+        times: What that is multiplied by. (What 2 * max(2, n) divides by is told only once n was more than 4.)
+        factor: What the loss is multiplied by; None for another number in each window.
+        mask: The mask that counts.
+        other: What is added.
+        is_named: Whether it is a loss of its own.
+        is_split: Whether windows are lists of samples, which a split joins.
+        is_real: Whether the masks are real numbers.
+    """
+
+    kept: float
+    differ: float
+    least: int
+    times: int
+    factor: float | None
+    mask: str
+    other: str
+    is_named: bool
+    is_split: bool
+    is_real: bool
+    dtype: torch.dtype
+    cut: tuple[int, ...]
+
+    def windows(self, seed):
+        chance, found = torch.Generator().manual_seed(seed), []
+        for _ in range(WINDOWS):
+            a = torch.rand(N, generator=chance) < self.kept
+            b = a ^ (torch.rand(N, generator=chance) < self.differ)
+            x = torch.randn(N, 7, generator=chance, dtype=torch.float64)
+            masks = (a.double(), b.double()) if self.is_real else (a.double(), b.long())
+            found.append({"x": x[:, :4], "z": x[:, 4:], "a": masks[0], "b": masks[1]})
+        return found
+
+    def loss(self, window):
+        """Return the loss of a window, whose number `window` returns."""
+
+        def loss(o, b):
+            factor = 1 + 0.1 * window() if self.factor is None else self.factor
+            n = self.times * b[self.mask].sum().clamp(min=self.least)
+            value = factor * ((o - b["z"]).square().mean(1) * b[self.mask]).sum() / n
+            if self.other == "none":
+                return value
+            other = OTHERS[self.other](o, b, self.mask, max(self.least, 1))
+            return {"clamped": value, "other": other} if self.is_named else value + other
+
+        return loss
+
+    def outcome(self, seed):
+        windows = []  # of the training
+        low = {"lr": 0.1, "tolerance": 1e-3} if self.dtype is torch.float32 else {"lr": 1e-3, "tolerance": 1e-8}
+        mixes = self.other != "none" and not self.is_named
+        loss = self.loss(lambda: len(windows))
+        form = Form(loss, model=Net, cut=self.cut, dtype=self.dtype, mixes=mixes, **low)
+
+        def counting(form, model, optimizer):
+            train = (by_split if self.is_split else by_runner)(form, model, optimizer)
+
+            def counted(batches):
+                windows.append(None)
+                return train(batches)
+
+            return counted
+
+        return outcome(form, counting, self.windows(seed))
+
+
+def drawn(seed):
+    chance = random.Random(seed)  # noqa: S311 - of a test
+    cut, least = [], chance.choice([0, 1, 1, 1, 2, 3])
+    while sum(cut) < N:
+        cut.append(chance.choice([1, 1, 2, 2, 3, 4]))
+    cut[-1] -= sum(cut) - N
+    return Clamped(
+        kept=chance.choice([0.1, 0.3, 0.5, 0.8, 0.95]),
+        differ=chance.choice([0, 0, 0.03, 0.1]),
+        least=least,
+        times=1 if least > 1 else chance.choice([1, 1, 2, 3, 4]),
+        factor=chance.choice([1, 1, 2, -1, None]),
+        mask=chance.choice("aab"),
+        other=chance.choice(["none", *OTHERS]),
+        is_named=chance.random() < 0.4,
+        is_split=chance.random() < 0.4,
+        is_real=chance.random() < 0.5,
+        dtype=torch.float32 if chance.random() < 0.3 else torch.float64,
+        cut=tuple(cut) if len(cut) > 1 else (4, 4),
+    )
+
+
+def stacked(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def by_split(form, model, optimizer):
+    runner = autoaccum.Runner(
+        model,
+        optimizer,
+        autoaccum.Plan(N, form.cut),
+        forward=form.forward,
+        loss=form.loss,
+        split=autoaccum.ListOfSamples(
+            lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        ),
+        device="cpu",
+    )
+
+    def train(batches):
+        report = runner.step([{name: one[row] for name, one in batches[0].items()} for row in range(N)])
+        return [report.loss], report.warnings
+
+    return train
+
+
+@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.sweep) for start in range(20, 620, 60))])
+def test_no_clamped_loss_trains_silently_wrong(start):
+    for seed in range(start, start + (60 if start else 20)):
+        found = drawn(seed).outcome(seed)
+        assert found in ("exact", "warned", "refused", "stopped"), (seed, drawn(seed), found)
