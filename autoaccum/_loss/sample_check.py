@@ -25,7 +25,7 @@ from autoaccum._loss.guesses import by_graph, guess_of, is_told, of_singles, say
 from autoaccum._loss.loss_values import no_mean, not_finite
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
-from autoaccum._loss.summands import Known, Reduction
+from autoaccum._loss.summands import SAME_WEIGHT, Known, Reduction, Source
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class LossCheck:
                 continue
             own = [_part_of(run, part.get(name), part, sample) for part in parts]
             self._compare(name, run, own, partial(self._observe, source, sample, 0, sample.samples), len(whole))
+            self._look_for_clamps(name, run, partial(self._part, source, sample))
 
     def _compare(
         self,
@@ -163,6 +164,26 @@ class LossCheck:
         self._found[name] = known
         if any(one.reduction is Reduction.SUM and one.least == 1.0 for one in known):
             self.knowledge.said.of_divisor(name, 1.0)
+
+    def _look_for_clamps(self, name: str, run: Observation, part: Callable[..., Mapping[str, Observation]]) -> None:
+        """Warn of means over what the batch does not count, of which single samples weigh more than together."""
+        uncounted = [
+            number
+            for number, one in enumerate(self._found.get(name, ()))
+            if one.kind == (Reduction.MEAN, Source.GRAPH) and not one.is_counted and run.summands[number].divisor
+        ]
+        if not uncounted or self.knowledge.is_confirmed(name):
+            return
+        with suppress(InvalidInputError):  # not every loss takes single samples
+            singles = [one for row in range(run.samples) if (one := part(row, row + 1).get(name)) is not None]
+            for number in uncounted:
+                weights = [
+                    abs(one.weights[number] or 0.0)
+                    for one in singles
+                    if len(one.summands) == len(run.summands) and not one.is_dead(number)
+                ]
+                if sum(weights) > abs(run.weights[number] or 0.0) * (1 + SAME_WEIGHT):
+                    self.knowledge.said.of_clamp(name)
 
     def _explain(
         self,

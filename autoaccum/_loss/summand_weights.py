@@ -218,7 +218,7 @@ class SummandWeights:
         number = (divisor if known.per_divisor else 0.0) or weight
         if self._first is None:
             self._first = weight / number if known.per_divisor else self._per_count(weight, part)
-        may_be_clamped = self._is_least(number) if known.hints else divisor == 1.0
+        may_be_clamped = self._is_least(number) if known.is_counted else divisor == 1.0
         value = loss.value.detach() if may_be_clamped and len(self._knowledge.summands[loss.name]) == 1 else None
         # What a split has made it may make otherwise another time.
         counts = None if part.batch is None else self._counts(part)
@@ -244,10 +244,9 @@ class SummandWeights:
             RecheckWindow: Nothing explains them, in a window for which no check was tried.
         """
         reads, known = self._reads, self.known
-        if not known.hints:
+        if not known.is_counted:
             self._look_for_ones(reads)
-            return
-        if not reads or self._explains_sum(known, reads):
+        if not reads or not known.hints or self._explains_sum(known, reads):
             return
         counts = [self._counts(read.part) if read.counts is None else read.counts for read in reads]
         compared = {

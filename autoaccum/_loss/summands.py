@@ -75,6 +75,11 @@ class Known:
         return self.reduction is not Reduction.SUM
 
     @property
+    def is_counted(self) -> bool:
+        """Whether the batch counts what it is divided by: a part of a count fits by accident."""
+        return any(each.is_integer() for each in self.hints.values())
+
+    @property
     def kind(self) -> tuple[Reduction, Source]:
         """What must be the same in all windows, and on all ranks."""
         return self.reduction, self.source

@@ -155,3 +155,21 @@ def test_no_clamped_loss_trains_silently_wrong(start):
     for seed in range(start, start + (60 if start else 20)):
         found = drawn(seed).outcome(seed)
         assert found in ("exact", "warned", "refused", "stopped"), (seed, drawn(seed), found)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("cut", [(1,) * N, (2, 2, 1, 3)])
+@pytest.mark.parametrize("seed", range(6))
+def test_clamp_of_what_the_batch_does_not_count_is_no_silent_mean(least, cut, seed):
+    chance, windows = torch.Generator().manual_seed(seed), []
+    for _ in range(5):
+        x = torch.randn(N, 5, generator=chance, dtype=torch.float64)
+        windows.append({"x": x[:, :4], "z": x[:, 4:, None]})
+
+    def loss(o, b):
+        kept = b["z"][:, 0, 0] < 0
+        return (o.square().mean(1) * kept).sum() / kept.sum().clamp(min=least)
+
+    found = outcome(Form(loss, model=Net, cut=cut, lr=1e-3, tolerance=1e-8), by_runner, windows)
+
+    assert found in ("exact", "warned", "refused", "stopped")
