@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES, TARGETS, counts_in, counts_of
+from autoaccum._loss.batch_counts import ELEMENTS, LABELS, POSITIVE, SAMPLES, SUM, TARGETS, counts_in, counts_of
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.loss_values import in_full
 from autoaccum._loss.settling import ONE_NUMBER
@@ -256,14 +256,15 @@ class SummandWeights:
         fit = {hint for hint, pairs in compared.items() if _fits(pairs)}
         if not fit and not known.per_divisor:  # a factor may change from step to step
             fit = {hint for hint, pairs in compared.items() if _fits(pairs, _quotient(pairs))}
-        # Where a loss is not 0, something counts.
+        # What is above 0 counts what is not 0 until something is less, where the loss is not 0.
         something = [at for at, read in enumerate(reads) if read.counts_something]
+        no_masks = {hint for hint in compared if hint[0] == POSITIVE and (SUM, hint[1]) not in compared}
         least = {
             hint: found * known.hints[hint]
             for hint, pairs in compared.items()
             if hint not in fit
             and (known.per_divisor or not fit)
-            and all(counts[at][hint] for at in something)
+            and (hint not in no_masks or all(counts[at][hint] for at in something))
             and (found := _least_of(pairs))
             # Beside another explanation, a k that is new is a guess, unless some micro-batch has as many.
             and (not fit or self._is_least(found * known.hints[hint]) or not all(n < found for _, n in pairs))

@@ -66,7 +66,7 @@ def of_mask(least, factor=1.0):
 
 # What is divided, the masks of windows, another entry of the batch, the micro-batches, and what comes of it.
 CLAMPS = {
-    "another entry counts as much": (of_mask(1), [[1, 1, 0, 0]], [[1, 0, 1, 0]], (1, 1, 1, 1), "exact"),
+    "another entry counts as much": (of_mask(1), [[1, 1, 0, 0]], [[1, 0, 1, 0]], (1, 1, 1, 1), "warned"),
     "fewer than k in the window": (
         of_mask(2),
         [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
