@@ -83,6 +83,7 @@ class _Compared:
         if len(runs[0].summands) == 1:  # otherwise the value of a summand is not known
             self._added.append([torch.tensor([run.value], dtype=torch.float64) for run in runs])
         self._tolerance = tolerance
+        self._sums_add = False
         self._is_random = again is not None
         is_alike = again is not None and len(again.summands) == len(runs[0].summands)
         self._again = again.gradients[number] if again is not None and is_alike else self._gradients[0]
@@ -99,7 +100,7 @@ class _Compared:
             return self._unread()
         if all(is_same(one, weights[0]) for one in weights) and self._is_sum():
             return sum_of(self._summands[0], self._runs[0])
-        return replace(self._unconfirmed(), source=Source.GRAPH)
+        return replace(self._unconfirmed(), source=Source.GRAPH, sums_add=self._sums_add)
 
     def _unconfirmed(self) -> Known:
         """Return what is not confirmed, and whether its parts make the whole rather added than averaged."""
@@ -120,7 +121,7 @@ class _Compared:
         per_sample = abs(whole) / self._runs[0].samples
         if is_same(sum(parts), whole, tolerance):
             return self._hinted(Known(Reduction.MEAN, source, per_sample=per_sample), weights)
-        least = min(parts, key=abs)
+        self._sums_add, least = not self._is_random, min(parts, key=abs)
         if self._is_random or not least or is_same(least, whole):
             return None
         found = self._hinted(Known(Reduction.MEAN, source, per_sample=per_sample, least=least), weights)

@@ -210,7 +210,7 @@ class LossKnowledge:
             self._warn_of(name, known)
 
     def _refuse(self, name: str, known: Sequence[Known], tried: str) -> None:
-        """Reject a loss whose sums do not add up: not in a model's own, nor beside sums alone."""
+        """Reject a loss whose sums or weights do not add up: not in a model's own, nor beside sums alone."""
         term, others = _unconfirmed(name, known)
         if not term or (others and (Reduction.MEAN not in others or self.is_models_own)):
             return
@@ -219,11 +219,16 @@ class LossKnowledge:
             if others
             else "or pass loss_reduction='mean' to average micro-batches all the same"
         )
+        if next(one for one in known if one.reduction is Reduction.UNCONFIRMED).sums_add:
+            raise InvalidInputError(
+                f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch add up, and what "
+                f"they are divided by does not{tried}, as max(k, n) does not. Return the (sum, weight) pair, with n "
+                "itself as the weight"
+            )
         raise InvalidInputError(
             f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch do not add up"
-            f"{tried}. Pass loss_scope='window' to fit, Runner or Accumulator (a loss and a "
-            "forward, in place of a closure) if it compares samples; normalise before backward() what it normalises; "
-            f"return a (sum, weight) pair; {last}"
+            f"{tried}. Pass loss_scope='window' to fit, Runner or Accumulator (a loss and a forward, in place of a "
+            f"closure) if it compares samples; normalise before the loss what it normalises; {last}"
         )
 
     def _warn_of(self, name: str, known: Sequence[Known]) -> None:

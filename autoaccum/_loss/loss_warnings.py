@@ -39,12 +39,13 @@ class LossWarnings:
             "such micro-batches then count too much; return the (sum, weight) pair with n itself"
         )
 
-    def of_divisor(self, name: str, divisor: float) -> None:
-        """Warn of a sum that may be a mean which is divided by max(k, n)."""
+    def of_divisor(self, name: str, divisor: float, *, is_only: bool) -> None:
+        """Warn of a sum, which may be the `is_only` summand, that may be a mean which is divided by max(k, n)."""
         self.warn(
             f"loss {name!r} is divided by {divisor:g} in all micro-batches, as by max({divisor:g}, n) where n is at "
-            f"most {divisor:g}, and is taken for a sum: micro-batches are added; return the (sum, weight) pair with n "
-            "itself, or pass loss_reduction='sum'"
+            f"most {divisor:g}, and is taken for a sum: micro-batches are added, which is right if {divisor:g} is a "
+            "constant; return the (sum, weight) pair with n itself"
+            f"{', or pass loss_reduction=' + repr('sum') if is_only else ''}"
         )
 
     def of_samples(self, name: str) -> None:

@@ -163,7 +163,7 @@ class LossCheck:
         self._open.pop(name, None)
         self._found[name] = known
         if any(one.reduction is Reduction.SUM and one.least == 1.0 for one in known):
-            self.knowledge.said.of_divisor(name, 1.0)
+            self.knowledge.said.of_divisor(name, 1.0, is_only=losses == len(known) == 1)
 
     def _look_for_clamps(self, name: str, run: Observation, part: Callable[..., Mapping[str, Observation]]) -> None:
         """Warn of means over what the batch does not count, of which single samples weigh more than together."""
@@ -194,6 +194,11 @@ class LossCheck:
         again: Callable[..., Mapping[str, Observation]],
     ) -> None:
         """Note what was compared, for an error."""
+        uneven = [number for number, one in enumerate(known) if one.sums_add]
+        if uneven:
+            whole, *own = (f"{one.weights[uneven[0]]:.4g} for {one.samples}" for one in (run, *parts))
+            self.tried[name] = f" ({whole} samples, and {' and '.join(own)} of them)"
+            return
         each, state = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts), ""
         if any(one.reduction is Reduction.UNCONFIRMED for one in known) and self.mark.has_moved():
             moved, same = again(with_buffers=False).get(name, run), again().get(name, run)

@@ -131,7 +131,7 @@ def _look_for_clamps(knowledge: LossKnowledge, parts: Sequence[PartWeights]) -> 
         elif any(count[0] in OF_WINDOWS and is_same(total, known.least) for count, total in totals.items()):
             more = set()  # it counts the window
         elif any(all(counts.get(count, _NONE)[1] <= known.least for _, counts in own) for count in more):
-            knowledge.said.of_divisor(key[0], known.least)
+            knowledge.said.of_divisor(key[0], known.least, is_only=len(knowledge.items()) == 1)
         if more:
             knowledge.replace(key, hints={count: each for count, each in known.hints.items() if count not in more})
 

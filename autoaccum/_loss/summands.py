@@ -56,6 +56,7 @@ class Known:
             which none of the hints has exceeded.
         is_guess: Whether the graph suggests it, and no check has compared parts in which something counts.
         adds: Of what is not confirmed: whether its parts make the whole rather added than averaged.
+        sums_add: Of what is not confirmed: whether its sums add up, and its weights alone do not.
         number: Of a sum: where the batch carries the number that it is divided by.
     """
 
@@ -67,6 +68,7 @@ class Known:
     least: float = 0.0
     is_guess: bool = False
     adds: bool = False
+    sums_add: bool = False
     number: Path | None = None
 
     @property

@@ -290,3 +290,23 @@ def test_pairs_that_odd_micro_batches_do_not_hold_are_trained_in_even_ones():
 
     assert distance < 1e-12
     assert not doubts_of(report)
+
+
+def test_refusal_says_whether_sums_or_weights_fail():
+    """Of the sums, the test of a buffer that moves."""
+
+    def at_least_3(outputs, batch):
+        kept = batch["kept"][:, 0, 0] > 0  # three dimensions, which the batch does not count
+        return (outputs.square().mean(1) * kept).sum() / kept.sum().clamp(min=3)
+
+    kept = torch.tensor([1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 1]).view(12, 1, 1)
+    said = (
+        r"sums over parts .* add up, and what they are divided by does not \(\d for 8 samples, and 3 for 3 and \d for 5"
+    )
+    with pytest.raises(autoaccum.InvalidInputError, match=said):
+        train(
+            nn.Linear(6, 2).double(),
+            at_least_3,
+            {"x": pair()[0], "kept": kept},
+            forward=lambda model, batch: model(batch["x"]),
+        )
