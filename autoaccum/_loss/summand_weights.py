@@ -145,11 +145,6 @@ class SummandWeights:
         total: Any = sum(self.found[1:], start=self.found[0])
         return in_full(total) if isinstance(total, Tensor) and not total.is_cpu else float(total)
 
-    @property
-    def counts_nothing(self) -> bool:
-        """Whether all of it was divided by max(k, 0)."""
-        return bool(self._reads) and not any(self.found)
-
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
     def add(self, loss: LossValue, summand: ReadTerm, part: MicroBatch) -> Any:
@@ -237,17 +232,25 @@ class SummandWeights:
 
     # --- what explains the weights of a window ------------------------------------------------------------------------
 
-    def explain(self) -> None:
+    def explain(self) -> bool:
         """Compare weights with what the batch counts, and put n in place of a greater k, as in max(k, n).
+
+        Returns:
+            Whether n is 0 in all micro-batches, so that the loss is 0 and exists.
 
         Raises:
             RecheckWindow: Nothing explains them, in a window for which no check was tried.
         """
-        reads, known = self._reads, self.known
-        if not known.is_counted:
-            self._look_for_ones(reads)
-        if not reads or not known.hints or self._explains_sum(known, reads):
-            return
+        if not self._reads:
+            return False
+        if not self.known.is_counted:
+            self._look_for_ones(self._reads)
+        if self.known.hints and not self._explains_sum(self.known, self._reads):
+            self._explain_each(self.known, self._reads)
+        return not any(self.found)
+
+    def _explain_each(self, known: Known, reads: Sequence[_Read]) -> None:
+        """Find the counts that explain the micro-batches of a window, each by itself."""
         counts = [self._counts(read.part) if read.counts is None else read.counts for read in reads]
         compared = {
             hint: [(read.number / each, of_read[hint]) for read, of_read in zip(reads, counts, strict=True)]

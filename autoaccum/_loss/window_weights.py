@@ -310,8 +310,7 @@ class WindowWeights:
             RecheckWindow: The loss is not what is known of it.
         """
         for weights in self._weights.values():
-            weights.explain()
-            if weights.counts_nothing:
+            if weights.explain():
                 self._exists.setdefault(weights.key[0], True)
 
     def totals(self) -> dict[SummandKey, float]:
