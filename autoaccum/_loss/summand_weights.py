@@ -104,7 +104,7 @@ class SummandWeights:
         self._has_unit = has_unit
         self._has_to_pass = has_to_pass
         # What max(1, n) gives where nothing counts, and max(k, n).
-        self._least = {*self.known.hints.values(), self.known.least}
+        self._least, self._is_counted = {*self.known.hints.values(), self.known.least}, self.known.is_counted
         self._reads: list[_Read] = []  # to be explained
         self.found: list[float | Tensor] = []
         self.divisor: Any = 1.0  # what the last micro-batch was divided by
@@ -213,11 +213,12 @@ class SummandWeights:
         number = (divisor if known.per_divisor else 0.0) or weight
         if self._first is None:
             self._first = weight / number if known.per_divisor else self._per_count(weight, part)
-        may_be_clamped = self._is_least(number) if known.is_counted else divisor == 1.0
+        may_be_clamped = number in self._least or (divisor == 1.0 and not self._is_counted)
         value = loss.value.detach() if may_be_clamped and len(self._knowledge.summands[loss.name]) == 1 else None
-        # What a split has made it may make otherwise another time.
-        counts = None if part.batch is None else self._counts(part)
-        self._reads.append(_Read(len(self.found), part._replace(batch=None), number, divisor, counts, value))
+        counts = None
+        if part.batch is not None:  # what a split has made it may make otherwise another time
+            counts, part = self._counts(part), MicroBatch(part.start, part.stop)
+        self._reads.append(_Read(len(self.found), part, number, divisor, counts, value))
         return weight
 
     def _is_least(self, number: float) -> bool:
@@ -243,7 +244,7 @@ class SummandWeights:
         """
         if not self._reads:
             return False
-        if not self.known.is_counted:
+        if not self._is_counted:
             self._look_for_ones(self._reads)
         if self.known.hints and not self._explains_sum(self.known, self._reads):
             self._explain_each(self.known, self._reads)
