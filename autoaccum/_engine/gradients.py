@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._loss.reported import LOSS, slots
+from autoaccum._loss.reported import LOSS, sums_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +64,7 @@ class PartResult:
         samples: Samples of the window or part.
         losses: The losses by name, as what each micro-batch adds to them.
         weights: The weights of the micro-batches; None if nothing is left to correct.
-        reported: Sums and weights of values reported in addition to the losses, as recorded by `reported.note`.
+        reported: What values reported in addition to the losses add, as recorded by `reported.note`.
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
         reached: What the gradient of losses in which nothing counts, and that had no backward pass, would have reached.
@@ -92,7 +92,7 @@ class PartResult:
     def slots(self) -> dict[Slot, Any]:
         """The losses and reported values, as `reported.means` expects them."""
         losses = {(LOSS, name): loss.total() for name, loss in self.losses.items()}
-        return losses | slots(self.reported)
+        return losses | sums_of(self.reported)
 
 
 @dataclass(slots=True)

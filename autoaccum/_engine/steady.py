@@ -56,7 +56,7 @@ class NotSteadyError(Exception):
     """A window is not like the careful ones: it is made again on the careful path."""
 
     def __init__(self) -> None:
-        super().__init__("the loss is no number with a gradient")
+        super().__init__("the loss is no number with a gradient, or was not checked")
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class SteadyPath:
         """Run a window, or this process's part of it, from its start; `at` follows the micro-batches.
 
         Raises:
-            NotSteadyError: The loss is no number with a gradient.
+            NotSteadyError: The loss is no number with a gradient, or has to be checked.
             RecheckWindow: It is not what is known of it.
         """
         step, sizing, stage = self._step, self._sizing, self._step.stage

@@ -307,11 +307,7 @@ class Engine:
         Raises:
             InvalidInputError: It cannot run again.
         """
-        if self._window.versions() != self._versions_of_data:
-            raise InvalidInputError(
-                f"the window has to run again ({first_line(error)}), and the model has changed its input in place; let "
-                "the model work on a copy (inputs.clone())"
-            ) from error
+        self._refuse_changed_data(first_line(error))
         if isinstance(error, RecheckWindow):
             if self._is_checked_again:
                 raise error.error from None
@@ -468,9 +464,25 @@ class Engine:
 
         Args:
             totals: What is known of the weights of all parts.
+
+        Raises:
+            InvalidInputError: It cannot run again.
         """
+        self._refuse_changed_data("processes do not fit together")
         self._totals, self._is_steady = totals, False  # by what others know, losses may be weighed otherwise
         self._restore()
+
+    def _refuse_changed_data(self, reason: str) -> None:
+        """Refuse to run a window again whose samples the model has changed.
+
+        Raises:
+            InvalidInputError: It has.
+        """
+        if self._window.versions() != self._versions_of_data:
+            raise InvalidInputError(
+                f"the window has to run again ({reason}), and the model has changed its input in place; let the model "
+                "work on a copy (inputs.clone())"
+            )
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
         """Make micro-batches smaller that ran out of memory on another process with as much memory."""

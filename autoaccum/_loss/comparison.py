@@ -118,13 +118,13 @@ class _Compared:
         source, tolerance = Source.GRAPH, SAME_WEIGHT
         if self._runs[0].is_stated:  # weights in a pair may have half precision
             source, tolerance = Source.STATED, self._tolerance
-        per_sample = abs(whole) / self._runs[0].samples
+        mean = Known(Reduction.MEAN, source, per_sample=abs(whole) / self._runs[0].samples)
         if is_same(sum(parts), whole, tolerance):
-            return self._hinted(Known(Reduction.MEAN, source, per_sample=per_sample), weights)
+            return self._hinted(mean, weights)
         self._sums_add, least = not self._is_random, min(parts, key=abs)
         if self._is_random or not least or is_same(least, whole):
             return None
-        found = self._hinted(Known(Reduction.MEAN, source, per_sample=per_sample, least=least), weights)
+        found = self._hinted(replace(mean, least=least), weights)
         return found if found.hints else None
 
     def _hinted(self, known: Known, weights: Sequence[float]) -> Known:

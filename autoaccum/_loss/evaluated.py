@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import has_no_labels, in_words
 from autoaccum._loss.knowledge import RecheckWindow, changed
@@ -44,9 +46,15 @@ def sum_and_weight(knowledge: LossKnowledge, loss: LossValue, window: Window) ->
     """
     if loss.weight is not None:
         return (1.0 if loss.is_sum else loss.weight), loss.weight
-    known, samples = knowledge.summands.get(loss.name), float(window.samples)
+    known = knowledge.summands.get(loss.name)
     if known is None:
         raise RecheckWindow(changed(loss.name, "was not there when it was checked"))
+    return _of_number(knowledge, loss, known, window)
+
+
+def _of_number(knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window) -> tuple[Any, Any]:
+    """Return how a loss counts that is a number, as `sum_and_weight` does."""
+    samples = float(window.samples)
     if (number := known[0].number) is not None:
         span = window.spans[0]
         value = numbers_in(span.piece.batch)[number]
@@ -62,6 +70,8 @@ def sum_and_weight(knowledge: LossKnowledge, loss: LossValue, window: Window) ->
     weights = WindowWeights(knowledge, window)
     weights.enter(0, window.samples, None)
     (divisor,) = weights.note(loss)
+    if not isinstance(divisor, Tensor) and math.isinf(divisor):
+        return samples, samples  # what is multiplied by 0 is 0
     return divisor, weights.weight_of(loss.name)
 
 
@@ -74,7 +84,7 @@ def _of_several(
         weights = WindowWeights(knowledge, window)
         weights.enter(0, window.samples, None)
         noted = weights.note(loss)
-        if all(one.reduction is Reduction.MEAN for one in known):
+        if all(one.reduction is Reduction.MEAN and one.per_sample for one in known):
             units = [abs(float(weight)) / one.per_sample for weight, one in zip(noted, known, strict=True)]
             if all(is_same(one, units[0]) for one in units):
                 return units[0], units[0]

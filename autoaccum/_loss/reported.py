@@ -46,18 +46,17 @@ def note(
         into.setdefault((kind, one.name), []).append(entry)
 
 
-def slots(noted: Mapping[Slot, Sequence[tuple[Tensor, Any]]]) -> dict[Slot, Any]:
+def sums_of(noted: Mapping[Slot, Sequence[tuple[Tensor, Any]]]) -> dict[Slot, Any]:
     """Return the sums and weights of a window, once its weights are known."""
     found: dict[Slot, Any] = {}
     for (kind, name), entries in noted.items():
-        pairs = [(value, weight() if callable(weight) else weight) for value, weight in entries]
-        if kind == TOTAL:  # otherwise a mean over nothing, which is NaN
-            pairs = [(value, weight) for value, weight in pairs if isinstance(weight, Tensor) or weight]
-        if pairs:
-            values, weights = zip(*pairs, strict=True)
-            found[kind, name] = sum(values[1:], start=values[0])
+        for value, own in entries:
+            weight = own() if callable(own) else own
+            if kind == TOTAL and not isinstance(weight, Tensor) and not weight:
+                continue  # a mean over nothing, which is NaN
+            found[kind, name] = found.get((kind, name), 0.0) + value
             if kind != SUM:
-                found[kind + 1, name] = sum(weights[1:], start=weights[0])
+                found[kind + 1, name] = found.get((kind + 1, name), 0.0) + weight
     return found
 
 

@@ -175,14 +175,11 @@ class LossCheck:
         if not uncounted or self.knowledge.is_confirmed(name):
             return
         with suppress(InvalidInputError):  # not every loss takes single samples
-            singles = [one for row in range(run.samples) if (one := part(row, row + 1).get(name)) is not None]
+            singles = [one for row in range(run.samples) if (one := part(row, row + 1).get(name))]
+            singles = [one for one in singles if len(one.summands) == len(run.summands)]
             for number in uncounted:
-                weights = [
-                    abs(one.weights[number] or 0.0)
-                    for one in singles
-                    if len(one.summands) == len(run.summands) and not one.is_dead(number)
-                ]
-                if sum(weights) > abs(run.weights[number] or 0.0) * (1 + SAME_WEIGHT):
+                apart = sum(abs(one.weights[number] or 0.0) for one in singles if not one.is_dead(number))
+                if apart > abs(run.weights[number] or 0.0) * (1 + SAME_WEIGHT):
                     self.knowledge.said.of_clamp(name)
 
     def _explain(
@@ -194,9 +191,9 @@ class LossCheck:
         again: Callable[..., Mapping[str, Observation]],
     ) -> None:
         """Note what was compared, for an error."""
-        uneven = [number for number, one in enumerate(known) if one.sums_add]
-        if uneven:
-            whole, *own = (f"{one.weights[uneven[0]]:.4g} for {one.samples}" for one in (run, *parts))
+        first = next((number for number, one in enumerate(known) if one.reduction is Reduction.UNCONFIRMED), None)
+        if first is not None and known[first].sums_add:
+            whole, *own = (f"{one.weights[first]:.4g} for {one.samples}" for one in (run, *parts))
             self.tried[name] = f" ({whole} samples, and {' and '.join(own)} of them)"
             return
         each, state = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts), ""

@@ -58,16 +58,6 @@ class _Read(NamedTuple):
     counts: Mapping[Count, float] | None
     value: Tensor | None
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether the loss is known to be 0, as where nothing counts."""
-        return self.value is not None and not float(self.value)
-
-    @property
-    def counts_something(self) -> bool:
-        """Whether the loss is known not to be 0."""
-        return self.value is not None and bool(float(self.value))
-
 
 class SummandWeights:
     """One summand in one window.
@@ -104,13 +94,13 @@ class SummandWeights:
         self._has_unit = has_unit
         self._has_to_pass = has_to_pass
         # What max(1, n) gives where nothing counts, and max(k, n).
-        self._least, self._is_counted = {*self.known.hints.values(), self.known.least}, self.known.is_counted
+        self._clamps, self._is_counted = {*self.known.hints.values(), self.known.least}, self.known.is_counted
         self._reads: list[_Read] = []  # to be explained
         self.found: list[float | Tensor] = []
         self.divisor: Any = 1.0  # what the last micro-batch was divided by
         self._fixed: float | None = None  # P, once a micro-batch was divided by it
         self._each = 1.0 if self._hint is None else self.known.hints.get(self._hint, 1.0)
-        self._first: float | None = None  # the weight of what hints predict, in the first micro-batch
+        self._factor: float | None = None  # w over what hints predict, in the first micro-batch
         self._numbers: dict[Count, float] = {}  # the counts of the first micro-batch, where they are the weights
         self._made: list[dict[Count, float]] = []  # counts of what a split has made, where they may explain a sum
         self._divided: tuple[float, Any] | None = None  # what a sum was divided by first, and its divisor
@@ -133,7 +123,7 @@ class SummandWeights:
         return self.known.least * self._per_number()
 
     def _per_number(self) -> float:
-        return (self.known.per_divisor or 1.0) if self._first is None else self._first
+        return (self.known.per_divisor or 1.0) if self._factor is None else self._factor
 
     def fix(self) -> float:
         """Return P, by which a micro-batch is divided: it stays the same from now on."""
@@ -211,10 +201,11 @@ class SummandWeights:
         if self._knowledge.is_torch_loss:
             return weight  # an operator of torch counts, and is never clamped
         number = (divisor if known.per_divisor else 0.0) or weight
-        if self._first is None:
-            self._first = weight / number if known.per_divisor else self._per_count(weight, part)
-        may_be_clamped = number in self._least or (divisor == 1.0 and not self._is_counted)
-        value = loss.value.detach() if may_be_clamped and len(self._knowledge.summands[loss.name]) == 1 else None
+        if self._factor is None:
+            self._factor = weight / number if known.per_divisor else self._per_count(weight, part)
+        may_be_clamped = number in self._clamps or (divisor == 1.0 and not self._is_counted)
+        is_only = len(self._knowledge.summands[loss.name]) == 1
+        value = loss.value.detach().clone() if may_be_clamped and is_only else None
         counts = None
         if part.batch is not None:  # what a split has made it may make otherwise another time
             counts, part = self._counts(part), MicroBatch(part.start, part.stop)
@@ -222,7 +213,7 @@ class SummandWeights:
         return weight
 
     def _is_least(self, number: float) -> bool:
-        return any(is_same(number, one) for one in self._least)
+        return any(is_same(number, one) for one in self._clamps)
 
     def _per_count(self, weight: float, part: MicroBatch) -> float | None:
         """Return a weight over that of the check, of what is counted; None if nothing is."""
@@ -244,10 +235,11 @@ class SummandWeights:
         """
         if not self._reads:
             return False
-        if not self._is_counted:
-            self._look_for_ones(self._reads)
-        if self.known.hints and not self._explains_sum(self.known, self._reads):
-            self._explain_each(self.known, self._reads)
+        if not (self.known.hints and self._explains_sum(self.known, self._reads)):
+            if not self._is_counted:
+                self._look_for_ones(self._reads)
+            if self.known.hints:
+                self._explain_each(self.known, self._reads)
         return not any(self.found)
 
     def _explain_each(self, known: Known, reads: Sequence[_Read]) -> None:
@@ -261,9 +253,9 @@ class SummandWeights:
         if not fit and not known.per_divisor:  # a factor may change from step to step
             fit = {hint for hint, pairs in compared.items() if _fits(pairs, _quotient(pairs))}
         # What is above 0 counts what is not 0 until something is less, where the loss is not 0.
-        something = [at for at, read in enumerate(reads) if read.counts_something]
+        something = [at for at, read in enumerate(reads) if read.value is not None and read.value]
         no_masks = {hint for hint in compared if hint[0] == POSITIVE and (SUM, hint[1]) not in compared}
-        least = {
+        clamps = {
             hint: found * known.hints[hint]
             for hint, pairs in compared.items()
             if hint not in fit
@@ -274,17 +266,17 @@ class SummandWeights:
             and (not fit or self._is_least(found * known.hints[hint]) or not all(n < found for _, n in pairs))
         }
         # A count, or several times a count, explains a divisor better than a part of another, which fits by accident.
-        if whole := {hint for hint in fit | least.keys() if known.hints[hint].is_integer()}:
-            fit, least = fit & whole, {hint: one for hint, one in least.items() if hint in whole}
-        self._narrow(fit | least.keys())
-        if not least:
+        if whole := {hint for hint in fit | clamps.keys() if known.hints[hint].is_integer()}:
+            fit, clamps = fit & whole, {hint: one for hint, one in clamps.items() if hint in whole}
+        self._narrow(fit | clamps.keys())
+        if not clamps:
             return
-        parts = [[min(1.0, n / number) for number, n in compared[hint]] for hint in least]
-        is_known = all(map(self._is_least, least.values()))
+        parts = [[min(1.0, n / number) for number, n in compared[hint]] for hint in clamps]
+        is_known = all(map(self._is_least, clamps.values()))
         if fit or not is_known or any(not all(map(is_same, parts[0], own)) for own in parts):
             self._knowledge.said.of_clamp(self.key[0])  # what one count says may be max(1, n) of another
         if not fit:
-            self._knowledge.replace(self.key, least=min(least.values(), key=abs))
+            self._knowledge.replace(self.key, least=min(clamps.values(), key=abs))
             for read, *own in zip(reads, *parts, strict=True):
                 self.found[read.place] *= min(own)
 
@@ -294,19 +286,17 @@ class SummandWeights:
         if ones and not (self.known.is_guess and self._knowledge.is_tried_now):
             self._knowledge.said.of_clamp(self.key[0])
         for read in ones:
-            if read.is_zero:
+            if read.value is not None and not read.value:
                 self.found[read.place] = 0.0
 
     def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:
         """Whether the sum of weights is what hints predict, as it is in almost every window."""
         if reads[0].counts is not None:
             return False
-        if len(known.hints) == 1 and self._hint in known.hints and self._number:
-            numbers: dict[Any, float] = {self._hint: self._number}
-        else:
-            free = frozenset(one for one in known.hints if _is_free(one, self._window))
-            numbers = counted(self._window, 0, self._window.samples, free or frozenset(known.hints))
-        total = sum(read.number for read in reads)
+        window, total = self._window, sum(read.number for read in reads)
+        wanted = frozenset(one for one in known.hints if _is_free(one, window)) or frozenset(known.hints)
+        is_counted = bool(self._number) and wanted == {self._hint}
+        numbers: Any = {self._hint: self._number} if is_counted else counted(window, 0, window.samples, wanted)
         return all(is_same(total, n * known.hints[one]) for one, n in numbers.items())
 
     def _narrow(self, fit: AbstractSet[Count]) -> None:

@@ -50,7 +50,7 @@ class Known:
         source: Where its weight w comes from.
         hints: Counts of the batch that predict the divisor that the graph holds, or else w, each with the number of
             one that is counted, which may be negative.
-        per_divisor: What w was of that divisor in the last check; 0 if hints predict w.
+        per_divisor: What w was of that divisor in the last check; 0 if hints predict w, which is no multiple of one.
         per_sample: The w of a sample in the last check, in magnitude.
         least: The divisor, or w, where n is less than k in max(k, n); 0 if nothing is clamped. Of a sum its divisor,
             which none of the hints has exceeded.
@@ -108,14 +108,12 @@ def hinted(
         divisors: The divisors that the graphs hold; None for none.
         counts: What the batch counts in each.
     """
-    each = weights[0] / float(divisors[0]) if divisors[0] else 0.0
-    if not each or not all(
-        divisor and is_same(w, each * float(divisor)) for w, divisor in zip(weights, divisors, strict=True)
-    ):
-        return replace(known, hints=hints_of(weights, counts, known.least))
-    least = known.least / each
-    hints = hints_of([w / each for w in weights], counts, least)
-    return replace(known, hints=hints, per_divisor=each, least=least)
+    each = weights[0] / divisors[0] if all(divisors) else 0.0
+    if each and not all(is_same(w, each * divisor) for w, divisor in zip(weights, divisors, strict=True)):
+        each = 0.0
+    unit = each or 1.0
+    least = known.least / unit
+    return replace(known, hints=hints_of([w / unit for w in weights], counts, least), per_divisor=each, least=least)
 
 
 def hints_of(
@@ -133,7 +131,7 @@ def hints_of(
     for count, n in counts[0].items():
         if n and whole:
             each = whole / n
-            each = round(each) * 1.0 if is_same(each, round(each)) else each
+            each = float(round(each)) if is_same(each, round(each)) else each
             pairs = [(number / each, of_run.get(count, 0.0)) for number, of_run in zip(numbers, counts, strict=True)]
             if least and (each != 1.0 or all(own.get(count) == own[SAMPLES] for own in counts)):
                 continue  # a part that is k tells nothing of it

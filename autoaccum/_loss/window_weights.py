@@ -58,7 +58,7 @@ class Alone:
 
     def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
         """As for `WindowWeights`."""
-        return Number(1.0, lambda: 1.0)
+        return Number(1.0, 1.0)
 
 
 class Number(NamedTuple):
@@ -66,11 +66,12 @@ class Number(NamedTuple):
 
     Attributes:
         factor: What it is multiplied by.
-        weight: Returns, once the window is complete, what the factors add up to; None for a number that is summed.
+        weight: What the micro-batch adds to the weight, or a function that returns it once the window is complete; None
+            for a number that is summed.
     """
 
     factor: float | Tensor
-    weight: Callable[[], float | Tensor] | None = None
+    weight: Callable[[], float | Tensor] | float | None = None
 
 
 class WindowWeights:
@@ -296,7 +297,7 @@ class WindowWeights:
             return Number(self._scale)
         if len(own) != 1:
             share = (self._now.stop - self._now.start) / self._samples * self._scale
-            return Number(share, lambda: share)
+            return Number(share, share)
         (weights,), scale = own, self._scale / own[0].prediction
         place = len(weights.found) - 1
         return Number(weights.divisor * scale, lambda: weights.found[place] * scale)
@@ -378,7 +379,7 @@ class Nothing(Alone):
 
     def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
         """As for `WindowWeights`."""
-        return Number(0.0, lambda: 0.0)
+        return Number(0.0, 0.0)
 
 
 def refuse_nothing(knowledge: LossKnowledge, loss: LossValue) -> None:

@@ -173,3 +173,16 @@ def test_clamp_of_what_the_batch_does_not_count_is_no_silent_mean(least, cut, se
     found = outcome(Form(loss, model=Net, cut=cut, lr=1e-3, tolerance=1e-8), by_runner, windows)
 
     assert found in ("exact", "warned", "refused", "stopped")
+
+
+def test_mean_over_half_of_the_samples_is_exact_where_it_is_0_for_a_pair():
+    """Its divisor is 1 for two samples, though nothing is clamped."""
+
+    def hinge(o, b):
+        return torch.relu(1.0 - o[:, 0] * b["x"][:, 0].sign()).sum() / (len(o) * 0.5)
+
+    chance = torch.Generator().manual_seed(3)
+    windows = [{"x": torch.randn(16, 4, generator=chance, dtype=torch.float64) * 2} for _ in range(4)]
+    form = Form(hinge, model=Net, cut=(2,) * 8, lr=0.3, tolerance=1e-9)
+
+    assert outcome(form, by_runner, windows) == "exact"

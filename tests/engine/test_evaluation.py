@@ -185,6 +185,36 @@ def test_loss_of_several_terms_that_is_nan_though_something_counts_makes_an_eval
     assert math.isnan(runner.evaluate(batches))
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' has terms that are divided by numbers of their own")
+def test_term_in_which_nothing_counts_in_the_first_batch_is_evaluated():
+    def loss(outputs, batch):
+        others = functional.cross_entropy(outputs[:, 1:], batch["others"]).nan_to_num()
+        return functional.cross_entropy(outputs[:, :2], batch["labels"]) + others
+
+    model = nn.Linear(4, 3)
+    batch = {"x": torch.randn(8, 4), "labels": torch.randint(2, (8,)), "others": torch.full((8,), -100)}
+    runner = runner_of(model, loss=loss, forward=lambda model, batch: model(batch["x"]))
+
+    found = runner.evaluate([batch, batch | {"others": torch.ones(8).long()}])
+
+    assert math.isfinite(found)
+
+
+def test_named_term_whose_coefficient_is_0_is_evaluated():
+    factor = [1.0]
+
+    def loss(outputs, targets):
+        return {"mean": outputs.square().mean(), "penalty": factor[0] * outputs.exp().sum() / targets.numel()}
+
+    model = nn.Linear(4, 6)
+    runner = runner_of(model, loss=loss)
+    batch = torch.randn(8, 4), torch.randn(8, 6)
+    runner.step(batch)
+    factor[0] = 0.0
+
+    assert runner.evaluate([batch]) == pytest.approx(model(batch[0]).square().mean().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("scope", ["micro_batch", "window"])
 @pytest.mark.parametrize(
     "loss",

@@ -310,3 +310,19 @@ def test_refusal_says_whether_sums_or_weights_fail():
             {"x": pair()[0], "kept": kept},
             forward=lambda model, batch: model(batch["x"]),
         )
+
+
+def test_refusal_of_a_term_does_not_tell_of_another():
+    def loss(outputs, batch):
+        kept = batch["kept"][:, 0, 0] > 0
+        clamped = (outputs.square().mean(1) * kept).sum() / kept.sum().clamp(min=3)
+        return outputs.abs().mean() + outputs.square().mean().sqrt() + clamped
+
+    kept = torch.tensor([1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 1]).view(12, 1, 1)
+    with pytest.raises(autoaccum.InvalidInputError, match=r"term 2 of 3 .* do not add up \(it is .* for 8 samples"):
+        train(
+            nn.Linear(6, 2).double(),
+            loss,
+            {"x": pair()[0], "kept": kept},
+            forward=lambda model, batch: model(batch["x"]),
+        )
