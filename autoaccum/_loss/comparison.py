@@ -122,7 +122,7 @@ class _Compared:
         if is_same(sum(parts), whole, tolerance):
             return self._hinted(mean, weights)
         self._sums_add, least = not self._is_random, min(parts, key=abs)
-        if self._is_random or not least or is_same(least, whole):
+        if self._is_random or not least or is_same(least, whole) or not self._summands[0].divisor:
             return None
         found = self._hinted(replace(mean, least=least), weights)
         return found if found.hints else None

@@ -52,8 +52,8 @@ def sums_of(noted: Mapping[Slot, Sequence[tuple[Tensor, Any]]]) -> dict[Slot, An
     for (kind, name), entries in noted.items():
         for value, own in entries:
             weight = own() if callable(own) else own
-            if kind == TOTAL and not isinstance(weight, Tensor) and not weight:
-                continue  # a mean over nothing, which is NaN
+            if kind == TOTAL and not isinstance(weight, Tensor) and not weight and bool(value.isnan()):
+                continue  # a mean over nothing; what is divided by max(1, 0) adds its sum
             found[kind, name] = found.get((kind, name), 0.0) + value
             if kind != SUM:
                 found[kind + 1, name] = found.get((kind + 1, name), 0.0) + weight

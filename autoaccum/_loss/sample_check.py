@@ -170,7 +170,8 @@ class LossCheck:
         uncounted = [
             number
             for number, one in enumerate(self._found.get(name, ()))
-            if one.kind == (Reduction.MEAN, Source.GRAPH) and not one.is_counted and run.summands[number].divisor
+            if one.kind == (Reduction.MEAN, Source.GRAPH) and not (one.is_counted or one.is_guess)
+            if run.summands[number].divisor
         ]
         if not uncounted or self.knowledge.is_confirmed(name):
             return
@@ -178,7 +179,7 @@ class LossCheck:
             singles = [one for row in range(run.samples) if (one := part(row, row + 1).get(name))]
             singles = [one for one in singles if len(one.summands) == len(run.summands)]
             for number in uncounted:
-                apart = sum(abs(one.weights[number] or 0.0) for one in singles if not one.is_dead(number))
+                apart = sum(abs(one.weights[number] or 0.0) for one in singles)
                 if apart > abs(run.weights[number] or 0.0) * (1 + SAME_WEIGHT):
                     self.knowledge.said.of_clamp(name)
 

@@ -135,6 +135,11 @@ class SummandWeights:
         total: Any = sum(self.found[1:], start=self.found[0])
         return in_full(total) if isinstance(total, Tensor) and not total.is_cpu else float(total)
 
+    def weight_of(self, place: int) -> float | Tensor:
+        """Return the weight of a micro-batch; a part of k, where all of max(k, n) is k."""
+        weight = self.found[place]
+        return weight if isinstance(weight, Tensor) or any(self.found) else self.least / len(self.found)
+
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
     def add(self, loss: LossValue, summand: ReadTerm, part: MicroBatch) -> Any:
@@ -252,18 +257,13 @@ class SummandWeights:
         fit = {hint for hint, pairs in compared.items() if _fits(pairs)}
         if not fit and not known.per_divisor:  # a factor may change from step to step
             fit = {hint for hint, pairs in compared.items() if _fits(pairs, _quotient(pairs))}
-        # What is above 0 counts what is not 0 until something is less, where the loss is not 0.
-        something = [at for at, read in enumerate(reads) if read.value is not None and read.value]
-        no_masks = {hint for hint in compared if hint[0] == POSITIVE and (SUM, hint[1]) not in compared}
         clamps = {
             hint: found * known.hints[hint]
             for hint, pairs in compared.items()
-            if hint not in fit
-            and (known.per_divisor or not fit)
-            and (hint not in no_masks or all(counts[at][hint] for at in something))
-            and (found := _least_of(pairs))
+            if hint not in fit and known.per_divisor  # an operator of torch counts, and is never clamped
+            if self._may_count(hint, pairs, reads) and (found := _least_of(pairs))
             # Beside another explanation, a k that is new is a guess, unless some micro-batch has as many.
-            and (not fit or self._is_least(found * known.hints[hint]) or not all(n < found for _, n in pairs))
+            if not fit or self._is_least(found * known.hints[hint]) or not all(n < found for _, n in pairs)
         }
         # A count, or several times a count, explains a divisor better than a part of another, which fits by accident.
         if whole := {hint for hint in fit | clamps.keys() if known.hints[hint].is_integer()}:
@@ -272,21 +272,30 @@ class SummandWeights:
         if not clamps:
             return
         parts = [[min(1.0, n / number) for number, n in compared[hint]] for hint in clamps]
-        is_known = all(map(self._is_least, clamps.values()))
-        if fit or not is_known or any(not all(map(is_same, parts[0], own)) for own in parts):
+        is_known = all(self._is_least(one) and known.hints[hint] == 1.0 for hint, one in clamps.items())
+        is_seen = any(map(any, parts)) or all(read.value is None or _is_zero(read) for read in reads)
+        if fit or not (is_known and is_seen) or any(not all(map(is_same, parts[0], own)) for own in parts):
             self._knowledge.said.of_clamp(self.key[0])  # what one count says may be max(1, n) of another
         if not fit:
             self._knowledge.replace(self.key, least=min(clamps.values(), key=abs))
             for read, *own in zip(reads, *parts, strict=True):
                 self.found[read.place] *= min(own)
 
+    def _may_count(self, hint: Count, pairs: Sequence[tuple[float, float]], reads: Sequence[_Read]) -> bool:
+        """Whether a count may be n in max(k, n): what is above 0, unless of a mask, not where it is 0 and the loss not.
+
+        It counts what is not 0 until something is less.
+        """
+        is_mask = hint[0] != POSITIVE or (SUM, hint[1]) in self.known.hints
+        return is_mask or all(n or _is_zero(read) for read, (_, n) in zip(reads, pairs, strict=True))
+
     def _look_for_ones(self, reads: Sequence[_Read]) -> None:
-        """Warn of a divisor of 1 of which nothing tells whether it is max(1, 0)."""
-        ones = [read for read in reads if read.divisor == 1.0]
+        """Warn of a divisor of 1 of which nothing tells whether it is max(1, 0), as the loss is 0, or not known."""
+        ones = [read for read in reads if read.divisor == 1.0 and (read.value is None or _is_zero(read))]
         if ones and not (self.known.is_guess and self._knowledge.is_tried_now):
             self._knowledge.said.of_clamp(self.key[0])
         for read in ones:
-            if read.value is not None and not read.value:
+            if read.value is not None:
                 self.found[read.place] = 0.0
 
     def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:
@@ -343,6 +352,11 @@ class SummandWeights:
         numbers = {count: [of_part.get(count, 0.0) for of_part in counts] for count in sorted(counts[0])}
         divisor = float(self._divided[1] or 0.0)
         return divisor, {count: (sum(found), max(found)) for count, found in numbers.items()}
+
+
+def _is_zero(read: _Read) -> bool:
+    """Whether a loss is known to be 0."""
+    return read.value is not None and not read.value
 
 
 def _fits(pairs: Sequence[tuple[float, float]], scale: float = 1.0) -> bool:

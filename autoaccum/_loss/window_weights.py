@@ -298,9 +298,9 @@ class WindowWeights:
         if len(own) != 1:
             share = (self._now.stop - self._now.start) / self._samples * self._scale
             return Number(share, share)
-        (weights,), scale = own, self._scale / own[0].prediction
-        place = len(weights.found) - 1
-        return Number(weights.divisor * scale, lambda: weights.found[place] * scale)
+        weights = own[0]
+        place, scale = len(weights.found) - 1, self._scale / weights.prediction
+        return Number(weights.divisor * scale, lambda: weights.weight_of(place) * scale)
 
     # --- after the window ---------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import autoaccum
 from loss_forms import Form
@@ -186,3 +187,44 @@ def test_mean_over_half_of_the_samples_is_exact_where_it_is_0_for_a_pair():
     form = Form(hinge, model=Net, cut=(2,) * 8, lr=0.3, tolerance=1e-9)
 
     assert outcome(form, by_runner, windows) == "exact"
+
+
+@pytest.mark.parametrize("cut", [(1,) * N, (2, 2, 1, 3)])
+def test_label_of_class_0_is_no_clamp_of_the_labels_above_0(cut):
+    def loss(o, b):
+        return functional.cross_entropy(o, b["y"], ignore_index=-1) + 0.1 * o.square().mean()
+
+    for seed in range(8):
+        chance, windows = torch.Generator().manual_seed(seed), []
+        for _ in range(5):
+            x = torch.randn(N, 4, generator=chance, dtype=torch.float64)
+            y = torch.randint(-1, 3, (N,), generator=chance)
+            windows.append({"x": x, "y": y.index_fill(0, torch.tensor([0]), 1)})
+        form = Form(loss, model=Net, cut=cut, lr=0.1, tolerance=1e-9, mixes=True)
+
+        assert outcome(form, by_runner, windows) in ("exact", "warned"), seed
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' divides by more in a micro-batch")  # of the last window
+def test_number_beside_a_mean_over_positives_adds_what_negatives_give():
+    """As of RetinaNet: micro-batches without a positive have a loss."""
+
+    def loss(o, b):
+        value = o.square().sum() / b["positive"].sum().clamp(min=1)
+        return {"loss": value, "same": value.detach()}
+
+    model = Net().double()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        autoaccum.plan(N, 2),
+        forward=lambda model, batch: model(batch["x"]),
+        loss=loss,
+        device="cpu",
+    )
+    positives = torch.tensor([[1, 0, 1, 1, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1, 0, 0], [0] * N]).double()
+    for positive in positives:
+        batch = {"x": torch.randn(N, 4, dtype=torch.float64), "positive": positive}
+        expected = loss(model(batch["x"]), batch)["same"].item()
+
+        assert runner.step(batch).losses["same"] == pytest.approx(expected, rel=1e-9)
