@@ -133,9 +133,10 @@ def hints_of(
             each = whole / n
             each = float(round(each)) if is_same(each, round(each)) else each
             pairs = [(number / each, of_run.get(count, 0.0)) for number, of_run in zip(numbers, counts, strict=True)]
-            if least and (each != 1.0 or all(own.get(count) == own[SAMPLES] for own in counts)):
+            is_clamp = each == 1.0 or is_same(each, least)  # max(k, n), or several times max(1, n)
+            if least and (not is_clamp or all(own.get(count) == own[SAMPLES] for own in counts)):
                 continue  # a part that is k tells nothing of it
-            if all(is_same(number, own) or (own < number and is_same(number, least)) for number, own in pairs):
+            if all(is_same(number, own) or (own < number and is_same(number * each, least)) for number, own in pairs):
                 found[count] = each
     return found
 
