@@ -131,12 +131,13 @@ class LoaderMemory:
             )
 
     def _prints(self) -> dict[str, int]:
-        """Return a fingerprint of all that is no number, nor of a dataset or collator."""
+        """Return a fingerprint of all that is no number; of a dataset or collator of what holds items alone."""
         prints, of_data = {}, set()
         for path, _, _, value in _held_by(self._loader):
-            if not _OF_DATA.isdisjoint(path.replace("[", ".").split(".")):
+            if is_of_data := not _OF_DATA.isdisjoint(path.replace("[", ".").split(".")):
                 of_data.add(id(value))  # a sampler may hold it too
-            elif id(value) not in of_data and not _is_number(_plain(value)):
+            has_items = isinstance(value, (*_CONTAINERS, Tensor, np.ndarray))
+            if not _is_number(_plain(value)) and (has_items if is_of_data else id(value) not in of_data):
                 prints[path + _PRINT] = _print_of(value)
         return prints
 
@@ -191,10 +192,12 @@ def _members(owner: Any) -> list[tuple[Any, Any]]:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes that an object has itself, those in slots too."""
+    """Return the attributes that an object has itself, those in slots too, and the generators of its class."""
     state: Any = object.__getstate__(owner)
     own, slots = state if isinstance(state, tuple) else (state, None)
-    return {**(own or {}), **(slots or {})}
+    of_class = (vars(one).items() for one in reversed(type(owner).__mro__))
+    shared = {name: value for name, value in itertools.chain.from_iterable(of_class) if is_generator(value)}
+    return {**shared, **(own or {}), **(slots or {})}
 
 
 def _is_open(value: Any) -> bool:

@@ -286,7 +286,7 @@ class Track:
         if lost:
             self.differences.append(
                 f"{listed(lost)} of the loader, which changed during the training, cannot be restored, which makes a "
-                "difference unless the loader makes it anew in each epoch; generators and numbers can"
+                "difference unless it is made anew, as a cache is; generators and numbers can"
             )
 
     def _tell_what_differs(self, position: Position, *, is_same: bool, was_loaded: bool) -> None:

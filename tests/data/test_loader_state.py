@@ -307,6 +307,29 @@ class Bound(Sampler):
         return iter(self.draw())
 
 
+class Remembering(Numbers):
+    """Gives samples that depend on what it has given."""
+
+    def __init__(self):
+        self.given = {}
+
+    def __getitem__(self, index):
+        self.given[len(self.given)] = index
+        return torch.tensor([index + 0.001 * len(self.given)]), torch.ones(1)
+
+
+class OfClass(Sampler):
+    """Draws from a generator that its class holds."""
+
+    def __iter__(self):
+        return iter(type(self).rng.sample(range(SAMPLES), SAMPLES))
+
+
+def of_class():
+    OfClass.rng = random.Random(5)  # as another process makes it
+    return DataLoader(Numbers(), BATCH, sampler=OfClass())
+
+
 class Hidden(Sampler):
     """Draws from a generator that none of its parts holds."""
 
@@ -402,6 +425,7 @@ def kept(change, **first):
 # All of these start over, silently, where only generators named `generator` are kept, or where a state is loaded that
 # does not bring the loader back.
 EXACT = {
+    "a generator of a class": of_class,
     "NumPy's generator in a sampler": of(OfNumPy),
     "NumPy's generator in a batch sampler": lambda: DataLoader(Numbers(), batch_sampler=Batches(OfNumPy())),
     "Python's generator in a dict": of(OfPython),
@@ -522,6 +546,11 @@ def lost(name):
 
 
 TOLD = {
+    "a dict of a dataset": (
+        lambda: DataLoader(Remembering(), BATCH),
+        STEPS_PER_EPOCH,
+        r"^dataset\.given of the loader, which changed during the training, cannot be restored",
+    ),
     "a list that grows": (kept(put("seen", lambda seen: [*seen, 1]), seen=list), *lost("seen")),
     "a dict that grows": (kept(put("seen", lambda seen: seen | {len(seen): 1}), seen=dict), *lost("seen")),
     "a long list": (kept(put("held", lambda held: [one + 1 for one in held]), held=lambda: [0] * 99), *lost("held")),
