@@ -19,8 +19,8 @@ from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.steady import is_number_due
 from autoaccum._engine.window_loss import WholeWindow
+from autoaccum._loss.explaining import OF_SPLIT
 from autoaccum._loss.sample_choices import MOST_SAMPLES
-from autoaccum._loss.summand_weights import OF_SPLIT
 from autoaccum._loss.summands import is_same
 from autoaccum._loss.window_weights import Alone, WindowWeights
 from autoaccum._oom import is_oom, let_go

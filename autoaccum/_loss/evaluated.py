@@ -9,8 +9,8 @@ from torch import Tensor
 
 from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import has_no_labels, in_words
+from autoaccum._loss.explaining import counted
 from autoaccum._loss.knowledge import RecheckWindow, changed
-from autoaccum._loss.summand_weights import counted
 from autoaccum._loss.summands import Reduction, Source, is_same
 from autoaccum._loss.window_weights import WindowWeights
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from autoaccum._loss.batch_counts import ELEMENTS, LABELS, POSITIVE, SAMPLES, SUM, TARGETS, counts_in, counts_of
+from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES, TARGETS, counts_in, counts_of
+from autoaccum._loss.explaining import MicroBatch, Reads, counted, is_free
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.loss_values import in_full
-from autoaccum._loss.settling import ONE_NUMBER
 from autoaccum._loss.summands import Known, Reduction, Source, is_same
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._loss.batch_counts import Count
@@ -25,38 +23,6 @@ if TYPE_CHECKING:
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.summands import SummandKey
-
-# What split.weight counts.
-OF_SPLIT: Count = ("split.weight", "")
-_HOST = torch.device("cpu")
-
-
-class MicroBatch(NamedTuple):
-    """Samples `start` to `stop` (exclusive) of a window, and what a split of the user's has made of them."""
-
-    start: int
-    stop: int
-    batch: Any = None
-
-
-class _Read(NamedTuple):
-    """What a micro-batch's graph says of a mean.
-
-    Attributes:
-        place: Its number in the window.
-        part: The micro-batch.
-        number: What hints predict: the divisor, since a factor of the loss may change from step to step, or the weight.
-        divisor: That divisor, 0 for none.
-        counts: Those of the batch; None where the window can be asked for them at any time.
-        value: The loss, where its divisor may be max(k, n) and it has no other summand.
-    """
-
-    place: int
-    part: MicroBatch
-    number: float
-    divisor: float
-    counts: Mapping[Count, float] | None
-    value: Tensor | None
 
 
 class SummandWeights:
@@ -89,13 +55,11 @@ class SummandWeights:
         self._knowledge = knowledge
         self._window = window
         self._hint = hint_of(self.known, window)
-        self._number = None if predicted is not None else _by_hint(self._hint, window)
-        self._predicted = (self._number or _by_check(self.known, window) if predicted is None else predicted) or 1.0
+        number = None if predicted is not None else _by_hint(self._hint, window)
+        self._predicted = (number or _by_check(self.known, window) if predicted is None else predicted) or 1.0
         self._has_unit = has_unit
-        self._has_to_pass = has_to_pass
-        # What max(1, n) gives where nothing counts, and max(k, n).
-        self._clamps, self._is_counted = {*self.known.hints.values(), self.known.least}, self.known.is_counted
-        self._reads: list[_Read] = []  # to be explained
+        in_window = {self._hint: number} if self._hint is not None and number else {}
+        self._reads = Reads(key, knowledge, window, in_window, has_to_pass=has_to_pass)
         self.found: list[float | Tensor] = []
         self.divisor: Any = 1.0  # what the last micro-batch was divided by
         self._fixed: float | None = None  # P, once a micro-batch was divided by it
@@ -168,12 +132,8 @@ class SummandWeights:
         """Whether the weight of a summand is one of the counts that have been its weight."""
         hints, number = self.known.hints, (summand.divisor if self.known.per_divisor else None) or summand.weight
         return isinstance(number, float) and any(
-            is_same(number, n * hints[count]) for count, n in self._counts(part).items()
+            is_same(number, n * hints[count]) for count, n in self._reads.counts(part).items()
         )
-
-    def _counts(self, part: MicroBatch) -> dict[Count, float]:
-        hints = frozenset(self.known.hints)
-        return counted(self._window, part.start, part.stop, hints, part.batch) if hints else {}
 
     def _counted(self, known: Known, part: MicroBatch) -> float:
         """Return the weight of a summand of which the batch says it.
@@ -183,7 +143,7 @@ class SummandWeights:
         """
         if known.reduction is not Reduction.MEAN:
             return float(part.stop - part.start)
-        numbers = self._counts(part)
+        numbers = self._reads.counts(part)
         self._numbers = self._numbers or numbers
         times = [n / (self._numbers[count] or 1.0) for count, n in numbers.items()]
         if not times or not all(is_same(one, times[0]) for one in times):
@@ -208,17 +168,8 @@ class SummandWeights:
         number = (divisor if known.per_divisor else 0.0) or weight
         if self._factor is None:
             self._factor = weight / number if known.per_divisor else self._per_count(weight, part)
-        may_be_clamped = number in self._clamps or (divisor == 1.0 and not self._is_counted)
-        is_only = len(self._knowledge.summands[loss.name]) == 1
-        value = loss.value.detach().clone() if may_be_clamped and is_only else None
-        counts = None
-        if part.batch is not None:  # what a split has made it may make otherwise another time
-            counts, part = self._counts(part), MicroBatch(part.start, part.stop)
-        self._reads.append(_Read(len(self.found), part, number, divisor, counts, value))
+        self._reads.add(len(self.found), part, loss, number, divisor)
         return weight
-
-    def _is_least(self, number: float) -> bool:
-        return any(is_same(number, one) for one in self._clamps)
 
     def _per_count(self, weight: float, part: MicroBatch) -> float | None:
         """Return a weight over that of the check, of what is counted; None if nothing is."""
@@ -227,102 +178,9 @@ class SummandWeights:
         n = counted(self._window, *part[:2], frozenset([self._hint]), part.batch)[self._hint]
         return weight / (n * self._each) if n else None
 
-    # --- what explains the weights of a window ------------------------------------------------------------------------
-
     def explain(self) -> bool:
-        """Compare weights with what the batch counts, and put n in place of a greater k, as in max(k, n).
-
-        Returns:
-            Whether n is 0 in all micro-batches, so that the loss is 0 and exists.
-
-        Raises:
-            RecheckWindow: Nothing explains them, in a window for which no check was tried.
-        """
-        if not self._reads:
-            return False
-        if not (self.known.hints and self._explains_sum(self.known, self._reads)):
-            if not self._is_counted:
-                self._look_for_ones(self._reads)
-            if self.known.hints:
-                self._explain_each(self.known, self._reads)
-        return not any(self.found)
-
-    def _explain_each(self, known: Known, reads: Sequence[_Read]) -> None:
-        """Find the counts that explain the micro-batches of a window, each by itself."""
-        counts = [self._counts(read.part) if read.counts is None else read.counts for read in reads]
-        compared = {
-            hint: [(read.number / each, of_read[hint]) for read, of_read in zip(reads, counts, strict=True)]
-            for hint, each in known.hints.items()
-        }
-        fit = {hint for hint, pairs in compared.items() if _fits(pairs)}
-        if not fit and not known.per_divisor:  # a factor may change from step to step
-            fit = {hint for hint, pairs in compared.items() if _fits(pairs, _quotient(pairs))}
-        clamps = {
-            hint: found * known.hints[hint]
-            for hint, pairs in compared.items()
-            if hint not in fit and known.per_divisor  # an operator of torch counts, and is never clamped
-            if self._may_count(hint, pairs, reads) and (found := _least_of(pairs))
-            # Beside another explanation, a k that is new is a guess, unless some micro-batch has as many.
-            if not fit or self._is_least(found * known.hints[hint]) or not all(n < found for _, n in pairs)
-        }
-        # A count, or several times a count, explains a divisor better than a part of another, which fits by accident.
-        if whole := {hint for hint in fit | clamps.keys() if known.hints[hint].is_integer()}:
-            fit, clamps = fit & whole, {hint: one for hint, one in clamps.items() if hint in whole}
-        self._narrow(fit | clamps.keys())
-        if not clamps:
-            return
-        parts = [[min(1.0, n / number) for number, n in compared[hint]] for hint in clamps]
-        is_known = all(self._is_least(one) and known.hints[hint] == 1.0 for hint, one in clamps.items())
-        is_seen = any(map(any, parts)) or all(read.value is None or _is_zero(read) for read in reads)
-        if fit or not (is_known and is_seen) or any(not all(map(is_same, parts[0], own)) for own in parts):
-            self._knowledge.said.of_clamp(self.key[0])  # what one count says may be max(1, n) of another
-        if not fit:
-            self._knowledge.replace(self.key, least=min(clamps.values(), key=abs))
-            for read, *own in zip(reads, *parts, strict=True):
-                self.found[read.place] *= min(own)
-
-    def _may_count(self, hint: Count, pairs: Sequence[tuple[float, float]], reads: Sequence[_Read]) -> bool:
-        """Whether a count may be n in max(k, n): what is above 0, unless of a mask, not where it is 0 and the loss not.
-
-        It counts what is not 0 until something is less.
-        """
-        is_mask = hint[0] != POSITIVE or (SUM, hint[1]) in self.known.hints
-        return is_mask or all(n or _is_zero(read) for read, (_, n) in zip(reads, pairs, strict=True))
-
-    def _look_for_ones(self, reads: Sequence[_Read]) -> None:
-        """Warn of a divisor of 1 of which nothing tells whether it is max(1, 0), as the loss is 0, or not known."""
-        ones = [read for read in reads if read.divisor == 1.0 and (read.value is None or _is_zero(read))]
-        if ones and not (self.known.is_guess and self._knowledge.is_tried_now):
-            self._knowledge.said.of_clamp(self.key[0])
-        for read in ones:
-            if read.value is not None:
-                self.found[read.place] = 0.0
-
-    def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:
-        """Whether the sum of weights is what hints predict, as it is in almost every window."""
-        if reads[0].counts is not None:
-            return False
-        window, total = self._window, sum(read.number for read in reads)
-        wanted = frozenset(one for one in known.hints if _is_free(one, window)) or frozenset(known.hints)
-        is_counted = bool(self._number) and wanted == {self._hint}
-        numbers: Any = {self._hint: self._number} if is_counted else counted(window, 0, window.samples, wanted)
-        return all(is_same(total, n * known.hints[one]) for one, n in numbers.items())
-
-    def _narrow(self, fit: AbstractSet[Count]) -> None:
-        """Keep only the hints that fit.
-
-        Raises:
-            RecheckWindow: None of them does, in a window for which no check was tried.
-        """
-        hints = self.known.hints
-        may_begin_again = not self._knowledge.is_tried_now and not self._has_to_pass
-        if hints and not fit and may_begin_again:  # it may be another function
-            how = "is divided by another number than the batch counts, which it was divided by when it was checked"
-            raise RecheckWindow(changed(self.key[0], how))
-        if hints and not fit and not self._knowledge.is_checked_now and not self._has_to_pass:
-            self._knowledge.said.of_unchecked(self.key[0])
-        if len(fit) < len(hints):
-            self._knowledge.replace(self.key, hints={count: each for count, each in hints.items() if count in fit})
+        """As `Reads.explain`, of these weights."""
+        return self._reads.explain(self.found)
 
     # --- sums ---------------------------------------------------------------------------------------------------------
 
@@ -352,46 +210,6 @@ class SummandWeights:
         numbers = {count: [of_part.get(count, 0.0) for of_part in counts] for count in sorted(counts[0])}
         divisor = float(self._divided[1] or 0.0)
         return divisor, {count: (sum(found), max(found)) for count, found in numbers.items()}
-
-
-def _is_zero(read: _Read) -> bool:
-    """Whether a loss is known to be 0."""
-    return read.value is not None and not read.value
-
-
-def _fits(pairs: Sequence[tuple[float, float]], scale: float = 1.0) -> bool:
-    """Whether each number is a count times a scale, but for rounding."""
-    return all(_are_one(number, n * scale, pairs) for number, n in pairs)
-
-
-def _are_one(number: float, n: float, pairs: Sequence[tuple[float, float]]) -> bool:
-    return is_same(number, n) or abs(number - n) <= ONE_NUMBER * sum(abs(one) for one, _ in pairs)
-
-
-def _least_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return k, where each number is max(k, n) of a count n, and some n is less than k; 0 for none."""
-    least = min(number for number, _ in pairs)
-    others = [(number, n) for number, n in pairs if not _are_one(number, n, pairs)]
-    return least if others and all(is_same(number, least) and n < number for number, n in others) else 0.0
-
-
-def _quotient(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return what numbers are of counts, all together."""
-    of_counts = sum(n for _, n in pairs)
-    return sum(number for number, _ in pairs) / of_counts if of_counts else 0.0
-
-
-def counted(window: Window, start: int, stop: int, wanted: frozenset[Count], batch: Any = None) -> dict[Count, float]:
-    """Return counts of samples `start` to `stop` (exclusive) of a window in order, `OF_SPLIT` among them.
-
-    Those of what a split has made of them are of `batch`, if it is known: it may be otherwise another time.
-    """
-    found: dict[Count, float] = {OF_SPLIT: window.weight(start, stop)} if OF_SPLIT in wanted else {}
-    if SAMPLES in wanted:
-        found[SAMPLES] = float(stop - start)
-    if rest := wanted - found.keys():
-        found |= counts_of(window, start, stop, rest) if batch is None else counts_in(batch, stop - start, rest)
-    return {count: found.get(count, 0.0) for count in sorted(wanted)}
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -429,17 +247,10 @@ def _by_check(known: Known, window: Window) -> float:
 def hint_of(known: Known, window: Window) -> Count | None:
     """Return the count that predicts the weight of a summand over a window; None if there is none."""
     hints = known.hints if known.reduction is Reduction.MEAN else {SAMPLES: 1.0}
-    free = [count for count in hints if _is_free(count, window)]
+    free = [count for count in hints if is_free(count, window)]
     if not free and (LABELS, TARGETS) in hints and window.is_nested:
         return ELEMENTS, TARGETS  # of cross entropy, without waiting for the device
     return min(free, key=lambda one: (hints[one] != 1.0, one), default=None)
-
-
-def _is_free(count: Count, window: Window) -> bool:
-    """Whether something is counted without waiting for a device, and without memory for what a split makes."""
-    if count in (SAMPLES, OF_SPLIT):
-        return True
-    return window.is_nested and (count[0] == ELEMENTS or window.is_on(_HOST))
 
 
 def power_of_two(number: float) -> float:

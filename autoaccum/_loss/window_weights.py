@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from autoaccum._loss.explaining import MicroBatch
 from autoaccum._loss.graph_reader import ReadTerm, has_only_weights_of_0, read, stop, weight_at_once
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.settling import PartWeights, nothing_counts, settle
-from autoaccum._loss.summand_weights import MicroBatch, SummandWeights, power_of_two
+from autoaccum._loss.summand_weights import SummandWeights, power_of_two
 from autoaccum._loss.summands import Reduction, Source, is_same
 from autoaccum.errors import InvalidInputError
 
