@@ -129,7 +129,8 @@ def check_onednn_that_is_lost_is_told_where_little_is_free(host, torch):
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + 8 * _MIB, old[1]))
         host.release()
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes(), old[1]))
+        # Room for tensors, which the heap of a process that has done little does not have, and not for many kernels.
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + _MIB, old[1]))
         tried = [convolve(width) for width in range(200, 210)]
         resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + 4 * _MIB, old[1]))
         host.release()
