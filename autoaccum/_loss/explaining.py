@@ -168,12 +168,18 @@ class Reads:
         return is_mask or all(n or _is_zero(read) for read, (_, n) in zip(reads, pairs, strict=True))
 
     def _look_for_ones(self, found: list[Any]) -> None:
-        """Warn of a divisor of 1 of which nothing tells whether it is max(1, 0), as the loss is 0, or not known."""
-        ones = [read for read in self._reads if read.divisor == 1.0 and (read.value is None or _is_zero(read))]
+        """Warn of a divisor of 1 of which nothing tells whether it is max(1, n).
+
+        It is none where the loss is not 0 and divisors are counts.
+        """
+        divisors = {read.divisor for read in self._reads}
+        are_counts = len(divisors) > 1 and all(map(float.is_integer, divisors))
+        ones = [read for read in self._reads if read.divisor == 1.0]
+        ones = [read for read in ones if read.value is None or _is_zero(read) or not are_counts]
         if ones and not (self.known.is_guess and self._knowledge.is_tried_now):
             self._knowledge.said.of_clamp(self._key[0])
         for read in ones:
-            if read.value is not None:
+            if _is_zero(read):
                 found[read.place] = 0.0
 
     def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:

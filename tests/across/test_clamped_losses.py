@@ -228,3 +228,18 @@ def test_number_beside_a_mean_over_positives_adds_what_negatives_give():
         expected = loss(model(batch["x"]), batch)["same"].item()
 
         assert runner.step(batch).losses["same"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_clamp_of_real_weights_below_1_that_the_batch_does_not_count_is_warned_of():
+    def loss(o, b):
+        weights = b["z"][:, 0, 0].abs()
+        return (o.square().mean(1) * weights).sum() / weights.sum().clamp(min=1)
+
+    for seed in range(6):
+        chance, windows = torch.Generator().manual_seed(seed), []
+        for _ in range(3):
+            x = torch.randn(N, 5, generator=chance, dtype=torch.float64)
+            windows.append({"x": x[:, :4], "z": x[:, 4:, None]})
+        form = Form(loss, model=Net, cut=(1, 2, 1, 1, 1, 2), lr=1e-3, tolerance=1e-8)
+
+        assert outcome(form, by_runner, windows) in ("warned", "refused"), seed
