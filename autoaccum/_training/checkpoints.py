@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._arguments import counted
 from autoaccum._distributed.whole_state import gathered
 from autoaccum._oom import first_line, is_device_lost, is_oom
+from autoaccum._sizing.sizing import Cutting
 from autoaccum._system import signals
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_contents import Contents
@@ -19,8 +21,6 @@ from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_k
 from autoaccum.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from autoaccum._data.loader_state import Position
     from autoaccum._engine.finiteness import Finiteness
     from autoaccum._training.checkpoint_contents import LoopState
@@ -230,10 +230,8 @@ class Checkpoints:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def take_up(self, path: Path, content: dict[str, Any]) -> Mapping[str, Any] | None:
-        """Restore a checkpoint, and say which settings it overrides; return its cut and plans.
-
-        None where another number of processes wrote it.
+    def take_up(self, path: Path, content: dict[str, Any]) -> Cutting:
+        """Restore a checkpoint, and say which settings it overrides and what is not exact; return how windows are cut.
 
         Raises:
             CheckpointError: It belongs to another run, or cannot be resumed.
@@ -268,11 +266,14 @@ class Checkpoints:
         self._notices.choose(f"resuming after step {state.windows} from {path}", "resume=False starts from scratch")
         if overridden:
             self._notices.say(f"the checkpoint's settings override this call's: {', '.join(overridden)}")
-        told = dict.fromkeys(
-            text for texts in self._world.of_all("resumed", self._progress.differences) for text in texts
-        )
+        cutting, differences = self._lifecycle.take_up(kept), self._progress.differences
+        before, now = (cutting if kept is None else Cutting.of_state(kept)).plan.micro_batch, cutting.plan.micro_batch
+        if before != now and not self._progress.is_over:
+            split = f"micro-batches are of {counted(now, 'sample')}, of {before} at the checkpoint"
+            differences = [*differences, f"{split}, so sums are rounded otherwise"]
+        told = dict.fromkeys(text for texts in self._world.of_all("resumed", differences) for text in texts)
         self.differences = tuple(told)
         for text in self.differences:
             self._notices.say(f"the resume is not exact: {text}", level=logging.WARNING)
         self._lifecycle.observers.on_resume(path, step=state.windows, epoch=state.position.epoch)
-        return kept
+        return cutting

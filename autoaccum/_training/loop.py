@@ -260,15 +260,15 @@ class Training:
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
         assert self._checkpoints is not None
-        kept = self._checkpoints.take_up(path, content)
+        cutting = self._checkpoints.take_up(path, content)
         self._resumed_from = windows = self._progress.state.windows
-        if kept is not None and self._progress.is_over:
+        if self._progress.is_over:
             stopped = "" if self._progress.stopped is None else f" and it was stopped ({self._progress.stopped})"
             self._notices.say(
                 f"the run in {path.parent} is finished: {windows} steps are done{stopped}, so there is nothing to "
                 "do; pass more epochs= or max_steps= to continue it"
             )
-        return self._lifecycle.take_up(kept)
+        return cutting
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class Schedule:
 
     Attributes:
         scheduler: The scheduler, also where it was made here.
+        on_plateau: Whether it is a ReduceLROnPlateau, which moves with each evaluation.
     """
 
     def __init__(self, scheduler: Any, interval: str, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
@@ -37,7 +38,7 @@ class Schedule:
         self._interval = interval
         self._optimizer = optimizer
         self._is_evaluated = is_evaluated
-        self._on_plateau = False
+        self.on_plateau = False
 
     def begin(self, *, is_kept: bool) -> None:
         """Make the scheduler, where a function was given that makes it, and check it.
@@ -53,7 +54,7 @@ class Schedule:
             self.scheduler = self.scheduler(self._optimizer)
         if is_made or self.scheduler is not None:
             _check(self.scheduler, self._optimizer, is_evaluated=self._is_evaluated)
-        self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        self.on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(self.scheduler, name)]
         if is_kept and self.scheduler is not None and missing:
             raise InvalidInputError(
@@ -61,20 +62,25 @@ class Schedule:
                 f"{' and no '.join(f'{name}()' for name in missing)}; give it both, as torch's schedulers have them"
             )
 
+    @property
+    def moves_by_epochs(self) -> bool:
+        """Whether it moves with epochs or evaluations, and not with steps."""
+        return self.scheduler is not None and (self.on_plateau or self._interval == "epoch")
+
     def after(self, interval: str) -> None:
         """Move after a step or an epoch, if this is the interval."""
-        if interval == self._interval and self.scheduler is not None and not self._on_plateau:
+        if interval == self._interval and self.scheduler is not None and not self.on_plateau:
             self.scheduler.step()
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         """Let a ReduceLROnPlateau see the loss."""
-        if self._on_plateau:
+        if self.on_plateau:
             self.check_loss(has_loss=evaluation.loss is not None)
             self.scheduler.step(evaluation.loss)
 
     def check_loss(self, *, has_loss: bool | None) -> None:
         """Refuse a ReduceLROnPlateau for evaluations without a loss; None where that is not known yet."""
-        if self._on_plateau and has_loss is False:
+        if self.on_plateau and has_loss is False:
             raise InvalidInputError(
                 "scheduler: ReduceLROnPlateau moves with the validation loss, and the model returns none in evaluation "
                 "mode; let it return one, or pass another scheduler"

@@ -250,7 +250,18 @@ class TrainingProgress:
     @property
     def differences(self) -> list[str]:
         """In what the return to a state is not exact, in words."""
-        return self._track.differences
+        position, windows, val_every = self.state.position, self.state.windows, self._call.val_every
+        is_due = position.whole == position.length
+        if self._schedule.on_plateau and val_every is not None:
+            is_due = windows % val_every == 0
+        if not position.closed or not position.batches or is_due or self.is_over or not self._schedule.moves_by_epochs:
+            return self._track.differences
+        moved = (
+            f"the run before ended after step {windows}, within epoch {position.epoch}, where its "
+            f"{type(self._schedule.scheduler).__name__} moved as at an epoch's end; if the epoch goes on, that is one "
+            "move more than an uninterrupted run makes"
+        )
+        return [*self._track.differences, moved]
 
     def taken_over(self, state: LoopState) -> LoopState:
         """Return the state from which this training resumes, given that of other processes."""

@@ -137,3 +137,52 @@ def test_scaled_rate_survives_the_scheduler_and_rates_that_it_has_kept_are_scale
     fit(model, optimizer, make if is_function else make(optimizer), loader=batches, lr_scaling="linear", base_batch=2)
 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+
+
+def plateau(optimizer):
+    return lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("ended", "scheduler", "interval", "val_every", "is_said"),
+    [
+        (3, halving, "epoch", None, True),  # within the second epoch of two windows
+        (3, plateau, "step", None, True),
+        (3, plateau, "step", 2, True),
+        (2, halving, "epoch", None, False),
+        (4, plateau, "step", 2, False),
+        (3, halving, "step", None, False),
+    ],
+)
+def test_resume_says_where_the_end_within_an_epoch_moved_a_scheduler(
+    ended, scheduler, interval, val_every, is_said, model, tmp_path, capsys
+):
+    def rates(steps, **options):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        options |= {"scheduler_interval": interval, "val_every": val_every, "max_steps": steps, "progress": "lines"}
+        held_out = batches_of(labelled(8), 4, 4)
+        result = fit(net, optimizer, scheduler, val_loader=held_out, **options)
+        return optimizer.param_groups[0]["lr"], result
+
+    whole, _ = rates(6)
+    rates(ended, checkpoint=tmp_path)
+    capsys.readouterr()
+
+    rate, result = rates(6, checkpoint=tmp_path)
+
+    said = capsys.readouterr().err
+    assert ("the resume is not exact: the run before ended after step 3, within epoch 2" in said) == is_said
+    assert len(result.warnings) == is_said
+    assert is_said or rate == whole
+
+
+@pytest.mark.parametrize(("then", "is_said"), [(2, True), (4, False), ("auto", False)])
+def test_resume_says_that_micro_batches_have_another_size(then, is_said, model, optimizer, tmp_path):
+    fit(model, optimizer, None, checkpoint=tmp_path, epochs=1)
+
+    result = fit(model, optimizer, None, checkpoint=tmp_path, epochs=2, micro_batch=then)
+
+    words = "micro-batches are of 2 samples, of 4 at the checkpoint, so sums are rounded otherwise"
+    assert result.warnings == ((words,) if is_said else ())
