@@ -12,12 +12,13 @@ import math
 import sys
 from collections import deque
 from contextlib import nullcontext
-from itertools import chain, compress
-from operator import attrgetter, itemgetter, or_
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_not, itemgetter, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
 
 
-_VERSION = attrgetter("_version")
+_VERSION, _GRADIENT = attrgetter("_version"), attrgetter("grad")
+# Hooks on the steps of all optimizers.
+_HOOKS_OF_ALL = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
 # What an optimizer can keep numbers in, and change in place.
 _CHANGEABLE = (list, dict, deque, set)
 _CONTAINERS = (*_CHANGEABLE, tuple)
@@ -85,6 +88,7 @@ class OptimizerSteps:
         self._is_unseen = False  # whether it may write without moving a version counter
         self._is_nested = False  # whether its state, or a group, holds what it can change in place
         self._copy: OptimizerCopy | None = None  # of what the next step writes, if that is to be measured
+        self._first: list[nn.Parameter] | None = None  # what its loops begin with; None if it is not known
 
     def make(self) -> None:
         """Make one optimizer step from the accumulated gradients; errors as for its parts."""
@@ -101,10 +105,13 @@ class OptimizerSteps:
         self._copy = None
         groups = self._optimizer.param_groups
         held = groups[0]["params"] if len(groups) == 1 else self._held()
-        coming = set(map(id, more))
-        key = tuple([parameter.grad is not None or id(parameter) in coming for parameter in held])
+        key = tuple(map(is_not, map(_GRADIENT, held), repeat(None)))
+        if more:
+            coming = set(map(id, more))
+            key = tuple(map(or_, key, [id(parameter) in coming for parameter in held]))
         self.has_new_gradients = False
         if key != self._last:
+            self._first = None
             before = self._ever if len(self._ever) == len(key) else (False,) * len(key)
             self._ever, self._last = tuple(map(or_, key, before)), key
             self.has_new_gradients = self._ever != before
@@ -171,9 +178,7 @@ class OptimizerSteps:
         """
         self._stage.phase = Phase.OPTIMIZER
         copy, watch = self._copy, None if self._copy is None else Transients(self._memory.device.type)
-        before: Any = copy
-        if copy is None:
-            before = _Written(self._optimizer, is_unseen=self._is_unseen, is_nested=self._is_nested)
+        before: Any = copy or self._watched()
         coming = self.made + 1  # nothing is created after the step: there is no way back
         try:
             with nullcontext() if watch is None else uncompiled(self._optimizer), watch or nullcontext():
@@ -191,6 +196,18 @@ class OptimizerSteps:
         if copy is not None and watch is not None and not is_skipped:
             self._learn(copy, watch)
         return is_skipped
+
+    def _watched(self) -> _Begun | _Written:
+        """Return what shows after a step that failed whether it had begun to write."""
+        if self._is_nested or self._is_unseen or not _writes_in_order(self._optimizer):
+            return _Written(self._optimizer, is_unseen=self._is_unseen, is_nested=self._is_nested)
+        if self._first is None:
+            groups = [
+                {(one.device, one.dtype): one for one in reversed(group["params"]) if one.grad is not None}
+                for group in self._optimizer.param_groups
+            ]
+            self._first = [parameter for group in groups for parameter in group.values()]
+        return _Begun(self._optimizer, self._first)
 
     def _learn(self, copy: OptimizerCopy, watch: Transients) -> None:
         """Learn from a measured step what later ones need, and how they write."""
@@ -319,6 +336,40 @@ def put_back(
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.clear()
         group.update(settings)
+
+
+def _writes_in_order(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is nothing but a loop of torch's own: over parameters, or over lists of one device and type."""
+    parts = getattr(optimizer, "parts", None) or [optimizer]
+    are_torchs = all(type(part).__module__.startswith("torch.optim.") for part in parts)
+    has_hooks = any(_HOOKS_OF_ALL) or any(
+        one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks for one in (optimizer, *parts)
+    )
+    steps = [vars(one)["step"] for one in (optimizer, *parts) if "step" in vars(one)]  # as schedulers wrap it
+    return are_torchs and not has_hooks and all(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
+
+
+class _Begun:
+    """What a step of torch's own optimizers writes before all else: the first parameter of each loop, and its state.
+
+    Before that it may make state, and change settings.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, first: Sequence[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._settings, self._holders = list(map(dict, optimizer.param_groups)), len(optimizer.state)
+        states = [optimizer.state[one].values() for one in first if one in optimizer.state]
+        self._tensors = [*first, *chain.from_iterable(states)]
+        self._versions = _read_versions(self._tensors)
+
+    def undo(self) -> bool:
+        """Remove newly created state and restore settings; return whether everything is as it was."""
+        optimizer = self._optimizer
+        if any(map(_moves_no_counters, optimizer.param_groups)) or _read_versions(self._tensors) != self._versions:
+            return False
+        kept = list(optimizer.state.items())[: self._holders]
+        put_back(optimizer, kept, self._settings)
+        return True
 
 
 class _Written:
