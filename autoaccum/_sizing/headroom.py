@@ -18,6 +18,8 @@ _LOOK_INTERVAL_S = 0.25
 _LOOKS = 2
 # Under a soft limit, smaller sizes helped if the peak is at most this part of the one before.
 _LESS = 0.98
+# The most kinds of windows that are told apart.
+_MOST_KINDS = 1024
 
 
 class Headroom:
@@ -75,6 +77,8 @@ class Headroom:
                 # Blocks that the heap has kept from earlier windows can make a peak larger than a step, never smaller.
                 key = self._kind, tuple(sizes)
                 extra = min(peak - self._held_bytes, self._extra_bytes.get(key, peak))
+                if len(self._extra_bytes) >= _MOST_KINDS:  # of texts, nearly every window is of its own kind
+                    self._extra_bytes.clear()
                 self._extra_bytes[key] = extra
                 peak = self._held_bytes + extra
             self._recent = max(self._recent or 0, peak)

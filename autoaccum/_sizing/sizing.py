@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._records import Plan, ProbeResult, Trial
@@ -26,8 +27,6 @@ from autoaccum._sizing.search import Search
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
 
     from autoaccum._data.batches import Window
     from autoaccum._memory.base import MemoryBackend
@@ -158,7 +157,7 @@ class Sizing:
         self._groups: list[Runs] = []
         self._sizes: tuple[int, ...] | None = None  # of the current window
         self._held_bytes: int | None = None
-        self._counts_elements = True  # and not what a split says of its samples
+        self._copied_bytes = 0.0  # of each element of the next micro-batch, while one computes
         self._can_measure = True
         self._learning: Search | None = None
         self._is_to_learn = wanted.learns
@@ -233,7 +232,7 @@ class Sizing:
         self.failed.clear()
         self.peak_bytes = None
         self._groups, self._sizes = window.widths(), None
-        self._counts_elements = not hasattr(window.split, "cost")
+        self._copied_bytes = self._bytes_copied(window)
         if self._widths is None:
             self._meet(_widest(itertools.chain.from_iterable(self._groups)))
         if self._is_to_learn:
@@ -248,6 +247,16 @@ class Sizing:
         if self._learning is None:
             self.cut(0)
         self._choose_measuring()
+
+    def _bytes_copied(self, window: Window) -> float:
+        """Return the bytes of an element of a window that is copied to a GPU, on the average; 0 if none is."""
+        device = self._memory.device
+        # The widths of a split with `cost` are no numbers of elements.
+        if device.type != "cuda" or hasattr(window.split, "cost") or window.is_on(device):
+            return 0.0
+        tensors = window.tensors()
+        elements = sum(map(Tensor.numel, tensors))
+        return sum(tensor.nbytes for tensor in tensors) / elements if elements else 0.0
 
     def cut(self, start: int) -> tuple[int, ...]:
         """Return the micro-batch sizes of the window from sample `start` on."""
@@ -292,9 +301,7 @@ class Sizing:
         self._memory.synchronize()
         elapsed_s = time.perf_counter() - self._entered
         widths, peak = self._widths_of(size), self._memory.peak_bytes()
-        # While a micro-batch computes, the next one is being copied to the GPU.
-        is_ahead = self._memory.device.type == "cuda" and self._counts_elements
-        ahead = 4 * sum(widths) * size if is_ahead else 0
+        ahead = int(self._copied_bytes * sum(widths) * size)
         extra = None if peak is None or self._held_bytes is None else max(1, peak - self._held_bytes) + ahead
         is_whole = size == sum(samples for runs in self._groups for samples, _ in runs)
         if self._learning is None:

@@ -2,16 +2,20 @@
 
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 import torch
 from torch import nn
 
 import autoaccum
-from autoaccum import Simulated
+from autoaccum import Simulated, Window
 from autoaccum._records import MemoryReading
 from autoaccum._sizing import headroom
+from autoaccum._sizing.events import Events
 from autoaccum._sizing.headroom import Headroom
+from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
+from autoaccum._system.notices import Notices
 
 
 class Counted(Simulated):
@@ -156,3 +160,52 @@ def test_allocator_that_keeps_giving_back_its_cache_makes_sizes_smaller_once(mon
     result = autoaccum.fit(Net(device, fails), windows, 96, device=device, **options)
 
     assert [report.micro_batches[0] for report in result.history] == sizes
+
+
+class Soft(Counted):
+    is_soft = True
+
+
+class Copied(Counted):
+    """A GPU as its memory is counted: what a micro-batch holds beside what is copied ahead."""
+
+    def __init__(self):
+        super().__init__()
+        self.device, self.held, self.highest = torch.device("cuda"), 0, 0
+
+    def synchronize(self):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
+def test_batches_that_are_copied_ahead_count_with_the_bytes_that_they_have(dtype):
+    device = Copied()
+    events = Events(device, [], Notices())
+    sizing = Sizing(device, list, Cutting.of(autoaccum.plan(8, 2)), SizingOptions(learns=True), events)
+    batch = torch.zeros(8, 5, dtype=dtype)
+
+    sizing.begin(Window([batch]))
+    for sizing.start in (0, 2):  # the first makes gradients, too
+        sizing.enter(2)
+        device.window(30)
+        sizing.leave(2)
+
+    assert sizing.frontier.expected_bytes(2, (5,)) == 30 + batch[:2].nbytes
+
+
+def test_windows_of_ever_new_kinds_take_no_more_memory():
+    room = Headroom(Soft())
+    room.follow(autoaccum.plan(8, 4))
+
+    def windows(numbers):
+        for number in numbers:
+            room.measure((number,))
+            room.shortage((4, 4), reads_peak=True)
+
+    windows(range(2048))
+    tracemalloc.start()
+    windows(range(2048, 10240))
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert grown < 2**19
