@@ -69,7 +69,7 @@ def time_child(name: str, limit: str) -> None:
         device="cpu",
         memory_limit=None if limit == "none" else limit,
     )
-    for _ in range(5):  # windows 1, 2 and 4 take the careful path
+    for _ in range(5):  # windows 1, 2 and 4 are due for all checks
         runner.step(batch)
     print("ready", flush=True)
     for _ in sys.stdin:

@@ -147,6 +147,7 @@ def outcome(model, result):
         "samples": [report.samples for report in result.history],
         "cuts": [report.micro_batches for report in result.history],
         "oom": result.oom_events,
+        "recomputed": [report.recomputed_samples for report in result.history],
         "evaluations": [(one.loss, dict(one.metrics), one.samples) for one in result.evaluations],
         "steps": result.steps,
         "all samples": result.samples,

@@ -15,20 +15,19 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch import Tensor
 
 from autoaccum._arguments import shown
 from autoaccum._data.nesting import elements_of, holds_tensor, numbers_in, shapes_of
-from autoaccum._data.pieces import NestedPiece, Span
+from autoaccum._data.pieces import NestedPiece, Span, flat_like
 from autoaccum._data.splits import FIRST, Along, ByDefault, ListOfSamples, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from autoaccum._data.pieces import Piece, Split
 
 
-_VERSION = attrgetter("_version")
+_VERSION, _DEVICE = attrgetter("_version"), attrgetter("device")
 _BY_DEFAULT = ByDefault()
 _PAIR = 2
 
@@ -58,6 +57,7 @@ class Window(Sequence[Any]):
     split: Split | None
     used: int | None = None
     kinds: Any = None  # which batches are like it; None if it is not known
+    is_known_pair: bool = False  # whether it is a batch of inputs and targets, each a tensor, just like one before
     _origin: Window | None = None
     places: Sequence[int] | None = None  # of samples in another order than the loader's: their places in it
 
@@ -206,6 +206,11 @@ class Window(Sequence[Any]):
         spans = self._between(start, stop)
         return spans[0].cut() if len(spans) == 1 else spans[0].piece.join(spans)
 
+    def cuts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
+        """Return micro-batches of these sizes, from sample `start` on."""
+        stops = list(itertools.accumulate(sizes, initial=start))
+        return map(self.cut, stops, stops[1:])
+
     def seen(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as `cut` does; the next `cut` of them returns the same object.
 
@@ -307,7 +312,7 @@ class KnownWindow(Window):
     def __init__(self, batch: Any, structure: Hashable, kinds: Any) -> None:
         self._batch = batch
         self._structure = structure
-        self.kinds = kinds
+        self.kinds, self.is_known_pair = kinds, type(batch) is not dict and len(batch) == _PAIR
         self._tensors = list(batch.values() if type(batch) is dict else batch)
         self.samples = len(self._tensors[0])
         self.split = _BY_DEFAULT
@@ -322,6 +327,17 @@ class KnownWindow(Window):
     def plain_batch(self) -> Any:
         """The batch."""
         return self._batch
+
+    def cuts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
+        """As for `Window`; all of it without reading it."""
+        if start or sum(sizes) != self.samples:
+            return super().cuts(sizes, start)
+        parts = zip(*map(Tensor.split, self._tensors, itertools.repeat(sizes)), strict=True)
+        return parts if type(self._batch) is tuple else map(flat_like, itertools.repeat(self._batch), parts)
+
+    def is_on(self, device: torch.device) -> bool:
+        """As for `Window`."""
+        return set(map(_DEVICE, self._tensors)) == {device}
 
     def parts(self, start: int, stop: int) -> list[tuple[Any, int]]:
         """As for `Window`; all of it without reading it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,8 @@ from autoaccum._data.nesting import copied, map_tensors
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
 
@@ -45,16 +45,12 @@ class Transfer:
         """From now on also copy batches already on the device, because the model modifies its input in place."""
         self.copies = True
 
-    def feed(
-        self, window: Window, sizes: Sequence[int], starts: Sequence[int] | None = None
-    ) -> Generator[Any, None, None]:
-        """Return the micro-batches of a window on the device, prefetching the next one."""
-        if starts is None:
-            starts = tuple(itertools.accumulate(sizes[:-1], initial=0))
-        cuts = (window.cut(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    def feed(self, window: Window, sizes: Sequence[int], start: int = 0) -> AbstractContextManager[Iterator[Any]]:
+        """Give the micro-batches of a window from sample `start` on, on the device, prefetching the next one."""
+        cuts = window.cuts(sizes, start)
         if window.is_on(self._device):
-            return (copied(batch) for batch in cuts) if self.copies else cuts
-        return self.send(cuts)
+            return contextlib.nullcontext(map(copied, cuts) if self.copies else cuts)
+        return contextlib.closing(self.send(cuts))
 
     def send(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
         """Return micro-batches on the device, prefetching the next one."""

@@ -24,11 +24,11 @@ from autoaccum._data.nesting import copied
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
 from autoaccum._distributed.consistency import SharedSettings, compare_weights
 from autoaccum._distributed.process_group import OutOfMemoryElsewhereError
+from autoaccum._engine.due_checks import is_number_due
 from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._engine.peers import Peers
-from autoaccum._engine.steady import is_number_due
+from autoaccum._engine.peers import BeginAgain, Peers
 from autoaccum._loss.batch_counts import counts_in, counts_of
 from autoaccum._loss.loss_values import in_full
 from autoaccum._loss.reported import LOSS, WEIGHT, means
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import PartResult
-    from autoaccum._engine.peers import BeforeStep, Work
+    from autoaccum._engine.gradients import PartResult, Progress
     from autoaccum._loss import reported
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.summands import SummandKey
@@ -94,7 +93,6 @@ class RankPeers(Peers):
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
-        totals: What predicts the weights of the current window, or those, if its parts need the same.
         is_decided: As for `Peers`.
     """
 
@@ -113,7 +111,6 @@ class RankPeers(Peers):
         super().__init__(step)
         self.ranks = ranks
         self.parts: list[Part] = []
-        self.is_decided = False
         self._requests = requests
         self._drops = drops
         self._settings = SharedSettings(step)
@@ -126,14 +123,12 @@ class RankPeers(Peers):
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
         self._norm = in_full(torch.zeros((), device=step.memory.device))
         self._values = self._norm
-        self.totals: Totals | None = None
         # Whether ranks exchange predictions, and run forward first: decided together, since an evaluation may change
         # what one of them knows.
         self._shares = self._runs_forward = False
         self._factors: list[float] = []  # of all ranks
         self._begun: Window | None = None
         self._windows = 0
-        self._is_awaited = False  # whether the others would wait for this rank if it began its part again
         own = (step.memory.name, step.memory.reading().total_bytes, step.options.memory_limit)
         self._are_like = [one == own for one in ranks.exchange("devices", own)]
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
@@ -178,42 +173,37 @@ class RankPeers(Peers):
 
     def begin_attempt(self) -> None:
         """As for `Peers`."""
-        self._is_awaited = False
+        self.is_awaited = False
         self._settings.begin()
 
-    def failed(self, error: Exception, work: Work) -> None:
-        """Let all begin the window again if the others wait for this rank, which lacks memory.
-
-        Raises:
-            Exception: The error itself, if the others make the optimizer step.
-        """
+    def failed(self, error: Exception, size: int | None) -> int | None:
+        """As for `Peers`: where the others wait for this rank, which lacks memory, all begin the window again."""
         if self.is_decided:
             raise error
-        if not self._is_awaited or not (is_oom(error) or is_too_large(error)):
-            return
+        if not self.is_awaited or not (is_oom(error) or is_too_large(error)):
+            return size
         if isinstance(error, OutOfMemoryElsewhereError):
-            size, self._step.stage.phase = error.size, Phase.ELSEWHERE
-        else:
-            size = self.ranks.lack(work.at.size, error)
-        work.start_over(self.totals)
-        work.at.size = size
+            self._step.stage.phase = Phase.ELSEWHERE
+            return error.size
+        return self.ranks.lack(size, error)
 
-    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
-        """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
-        if not self.agree(given, work):
-            return None
+    def reduce(self, given: PartResult, at: Progress) -> WindowResult:
+        """As for `Peers`: agree with the other ranks, and sum the gradients."""
+        self.agree(given, at)
         if not self.samples or self._drops([part.samples for part in self.parts]):
-            work.start_over()
             return WindowResult()
         self._step.stage.phase = Phase.REDUCE
         outcome, result = Outcome(), WindowResult(samples=self.samples)
         self.add_up(given, outcome, result)
-        outcome.run(lambda: before_step(result.losses, result.samples))
         if outcome.failure is not None:
             raise outcome.failure  # of which the others hear in place of the next message
+        return result
+
+    def decide(self, reduced: WindowResult) -> WindowResult:
+        """As for `Peers`."""
         self.ranks.exchange("ready")
         self._begun, self.is_decided = None, True
-        return result
+        return reduced
 
     def commit(self) -> bool:
         """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches."""
@@ -229,10 +219,11 @@ class RankPeers(Peers):
         self._step.memory.release()
         return steps.commit()
 
-    def agree(self, given: PartResult, work: Work) -> bool:
-        """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
+    def agree(self, given: PartResult, at: Progress) -> None:  # noqa: ARG002 - for those who count passes
+        """Confirm that all ranks have completed their parts, and find what they multiply their gradients by.
 
         Raises:
+            BeginAgain: Some have to repeat theirs.
             InvalidInputError: Their optimizers have unlike settings. Raised on every rank.
             RankFailedError: Another rank cannot continue.
         """
@@ -244,19 +235,23 @@ class RankPeers(Peers):
             self._settings.compare(self.ranks)
         for part, is_like in zip(self.parts, self._are_like, strict=True):
             if part.failed and is_like:  # else every rank would find it out by failing, and the others wait each time
-                work.adopt(part.failed)
+                self._sizing.adopt(part.failed)
         if len({part.known for part in self.parts}) == 1 and not any(part.is_stale for part in self.parts):
-            return self._settle(work)
+            self._settle()
+            return
         said = self.ranks.exchange("losses", (knowledge.shared(), self._slots))
         self._slots = sorted({slot for _, slots in said for slot in slots})
         knowledge.adopt([of_rank for of_rank, _ in said])
         self._shares, self._runs_forward = len(knowledge.items()) > 1, knowledge.runs_forward_first
         self._weigh(self._window)
-        work.start_over(self.totals)
-        return False
+        raise BeginAgain(self.totals)
 
-    def _settle(self, work: Work) -> bool:
-        """Find what ranks multiply their gradients by; return False if all make the window again."""
+    def _settle(self) -> None:
+        """Find what ranks multiply their gradients by.
+
+        Raises:
+            BeginAgain: All make the window again.
+        """
         knowledge, totals = self._step.objective.knowledge, self.totals
         is_exact = totals is not None and totals.is_exact
         try:
@@ -265,9 +260,7 @@ class RankPeers(Peers):
         except NotSettled as wrong:
             self.totals = self._totals(wrong.weights, self.samples, is_exact=True)
             self._runs_forward = knowledge.runs_forward_first
-            work.start_over(self.totals)
-            return False
-        return True
+            raise BeginAgain(self.totals) from None
 
     def _weigh(self, window: Window) -> None:
         self.totals = self._predicted(window)
@@ -329,7 +322,7 @@ class RankPeers(Peers):
         )
         self._sizing.failed.clear()
         self.parts = self.ranks.exchange("window", mine)
-        self._is_awaited = True
+        self.is_awaited = True
         flags_of_all = np.array([np.frombuffer(part.flags, dtype=np.uint8) for part in self.parts])
         self._wanted = np.unpackbits(np.bitwise_or.reduce(flags_of_all))[: len(self._trained)].tolist()
 

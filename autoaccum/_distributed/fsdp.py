@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from autoaccum._distributed.buckets import Outcome
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import WindowResult
-    from autoaccum._engine.peers import BeforeStep, Work
+    from autoaccum._engine.gradients import Progress, WindowResult
     from autoaccum._loss.summands import SummandKey
 
 # BatchNorm refuses to train on a single value per channel.
@@ -76,7 +75,7 @@ class ShardedRankPeers(RankPeers):
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
         super().begin_attempt()
-        self._is_awaited = True
+        self.is_awaited = True
         sizing = self._sizing
         if self._larger is not None and self._larger > sizing.plan.micro_batch:
             sizing.grow_to(self._larger)
@@ -87,15 +86,16 @@ class ShardedRankPeers(RankPeers):
             memory.reset_peak()
             self._held_bytes = memory.peak_bytes()
 
-    def agree(self, given: PartResult, work: Work) -> bool:
+    def agree(self, given: PartResult, at: Progress) -> None:
         """Make the passes that others still have to make, and confirm that all have finished, as `RankPeers` does."""
-        for _ in range(self._passes - len(work.at.sizes)):
+        for _ in range(self._passes - len(at.sizes)):
             self._pass_with_nothing()
         if given.doubt is not None:
             raise given.doubt.error
-        is_agreed = super().agree(given, work)
-        self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
-        return is_agreed
+        try:
+            super().agree(given, at)
+        finally:
+            self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
 
     def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
         """Sum losses and buffers; gradients have already been reduced, pass by pass."""
@@ -105,15 +105,16 @@ class ShardedRankPeers(RankPeers):
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
 
-    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
-        """As for `RankPeers`; the norm is then computed over all shards, by all ranks together."""
-        result, steps = super().reduce(given, work, before_step), self._training.optimizer_steps
-        if result is not None and result.samples and steps.clip_grad_norm is not None:
+    def decide(self, reduced: WindowResult) -> WindowResult:
+        """As for `Peers`; the norm is then computed over all shards, by all ranks together."""
+        super().decide(reduced)
+        steps = self._training.optimizer_steps
+        if steps.clip_grad_norm is not None:
             with self._in_pass(self._sizing.plan.micro_batch):
                 norm = steps.norm()
                 steps.clip(norm)
-                result.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
-        return result
+                reduced.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
+        return reduced
 
     # --- passes -------------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 Takes a model, a loss, an optimizer and windows (`_data`); produces optimizer steps and `StepReport`s, gradients in
 `.grad` (`accumulator.py`), evaluations, and trial results (`probing.py`). Within a window:
 
-    runner.py           WindowRunner.step: the optimizer step
-      window.py         Engine.run: savepoint, micro-batches, finish; restores and begins again where memory runs out
-        steady.py       micro-batches of windows in which nothing has to be checked
-        careful.py      all others, by `forward_backward.py` or (a loss over the whole window) `window_loss.py`
+    window_runner.py    WindowRunner.step: the optimizer step
+      window.py         attempts at a window; restores the state before it where one fails
+        micro_batches.py  the loop over micro-batches, by `forward_backward.py` or (a loss over the whole window)
+                        `window_loss.py`
       peers.py          gradients of several processes, or of this one, become the window's
       optimizer_step.py reserves memory and steps
 

@@ -12,9 +12,9 @@ import torch
 from autoaccum._data.batches import largest_first
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Peers
-from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
 from autoaccum._engine.window_checks import no_gradient
+from autoaccum._loss.knowledge import RecheckWindow
 from autoaccum._records import BackwardReport
 from autoaccum._sizing.cache import CacheEntry
 from autoaccum._sizing.planner import plan
@@ -23,13 +23,12 @@ from autoaccum._system import signals
 from autoaccum._system.launched import max_micro_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor, nn
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import PartResult, WindowResult
     from autoaccum._engine.savings import Rung
     from autoaccum._records import Plan
     from autoaccum._sizing.events import Events
@@ -92,12 +91,16 @@ class GradientAccumulator:
         self._is_added = False
         try:
             step.clear_gradients()
-            reduced, outputs = engine.run(
-                window,
-                self._finish,
-                is_final=lambda: self._is_added,
-                on_change=self._on_change,
-            )
+            with engine.window(window, is_final=lambda: self._is_added, on_change=self._on_change):
+                while True:
+                    with engine.attempt():
+                        given = engine.gradient()
+                        step.stage.phase = Phase.ADD
+                        reduced = self._peers.reduce(given, engine.at)
+                        self._before_adding()
+                        self._peers.decide(reduced)
+                        self._add()
+                        break
             elapsed_s = time.perf_counter() - started
             engine.complete(elapsed_s)
         except BaseException as error:
@@ -113,11 +116,11 @@ class GradientAccumulator:
             if engine.oom_events:
                 self._entry.forget()
         self._entry.keep(engine.sizing.probe)
-        return BackwardReport(elapsed_s=elapsed_s, outputs=outputs, **engine.reported(reduced))
+        return BackwardReport(elapsed_s=elapsed_s, outputs=tuple(given.outputs), **engine.reported(reduced))
 
     def known(self, batch: Any) -> Window | None:
         """Return a window of a batch of tensors just like those of the last one; None if it is anything else."""
-        return None if self._engine is None else self._engine.steady.known(batch)
+        return None if self._engine is None else self._engine.checks.known(batch)
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
@@ -150,29 +153,13 @@ class GradientAccumulator:
         self._peers = self._make_peers()
         self._engine.use(self._peers)
 
-    def _finish(self, given: PartResult) -> tuple[WindowResult, tuple[Any, ...]] | None:
-        """Add a window's gradient to earlier ones; None if another process lacks memory for it."""
-        self._step.stage.phase = Phase.ADD
-        assert self._engine is not None
-        reduced = self._peers.reduce(given, self._engine, self._before_adding)
-        if reduced is None:
-            return None
-        if self._sums is None:
-            self._is_added = True
-        else:
-            with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
-                self._is_added = True
-                self._add(self._sums)
-        self._sums = None
-        self._events.windows += 1
-        return reduced, tuple(given.outputs)
-
-    def _before_adding(self, *_: object) -> None:
+    def _before_adding(self) -> None:
         """Reject a window without gradients, and allocate while there is a way back."""
         if not self._step.holds_gradients():
+            error = no_gradient(self._step.parameters)
             if self._engine is not None and not self._engine.is_due:
-                raise NotSteadyError  # the parameters may be new
-            raise no_gradient(self._step.parameters)
+                raise RecheckWindow(error)  # the parameters may be new
+            raise error
         self._sums = None
         if any(map(is_not, self._earlier, repeat(None))):
             pairs = zip(self._earlier, map(_GRADIENT, self._parameters), strict=True)
@@ -181,18 +168,24 @@ class GradientAccumulator:
                 for before, own in pairs
             ]
 
-    def _add(self, sums: Sequence[Tensor | None]) -> None:
+    def _add(self) -> None:
         """Add to earlier gradients, which allocates nothing where there is no sum."""
-        before, own = [], []
-        for parameter, earlier, made in zip(self._parameters, self._earlier, sums, strict=True):
-            if earlier is not None:
-                if made is None and parameter.grad is not None:
-                    before.append(earlier)
-                    own.append(parameter.grad)
-                parameter.grad = earlier if made is None else made
-        if before:
-            with torch.no_grad():
-                torch._foreach_add_(before, own)
+        with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
+            self._is_added = True
+            self._events.windows += 1
+            if self._sums is None:
+                return
+            before, own = [], []
+            for parameter, earlier, made in zip(self._parameters, self._earlier, self._sums, strict=True):
+                if earlier is not None:
+                    if made is None and parameter.grad is not None:
+                        before.append(earlier)
+                        own.append(parameter.grad)
+                    parameter.grad = earlier if made is None else made
+            self._sums = None
+            if before:
+                with torch.no_grad():
+                    torch._foreach_add_(before, own)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 

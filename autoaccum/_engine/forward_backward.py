@@ -5,7 +5,7 @@ Nothing is caught here. `stage` records what was being done when something faile
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autoaccum._data.nesting import without_graphs
 from autoaccum._data.transfer import Transfer
 from autoaccum._engine.dtensor import is_sharded
-from autoaccum._engine.gradients import LossSum
+from autoaccum._engine.gradients import Progress
 from autoaccum._engine.optimizer_step import OptimizerSteps
 from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._engine.savepoint import Savepoint
@@ -28,7 +28,7 @@ from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from autoaccum._engine.out_of_memory import Witness
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.window_checks import GradientChecks
-    from autoaccum._loss.loss_sources import Source
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.objective import Objective
     from autoaccum._loss.window_weights import Alone, WindowWeights
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
+
+    # How one forward pass of a micro-batch runs, given the batch and its samples; and what its losses add to the
+    # window's, given what that returned, the batch and its samples. None if nothing in them counts.
+    Lane = tuple[Callable[[Any, int], Any], Callable[[Any, Any, int], Tensor | None]]
 
 _GRADIENT = attrgetter("grad")
 
@@ -142,62 +145,92 @@ class GradientStep:
         # By identity: comparing a tensor with None takes half a millisecond.
         return any(map(is_not, map(_GRADIENT, self.parameters), repeat(None)))
 
-    def accumulate(
-        self, batch: Any, samples: int, weights: Alone | WindowWeights, into: PartResult, *, start: int = 0
-    ) -> None:
-        """Run one micro-batch, on the device, forward and backward, adding to the gradients and to `into`.
+    def accumulate(self, batch: Any, samples: int, weights: Alone | WindowWeights, into: PartResult) -> None:
+        """Run one micro-batch by itself, on the device, forward and backward; arguments as for `run` and `lanes`."""
+        run = self.run if self.passes is None else self.run_with_others
+        run(batch, samples, self.lanes(weights, into, Progress()))
+
+    def run_with_others(self, batch: Any, samples: int, lanes: Iterable[Lane]) -> None:
+        """As `run` does, in a pass that all processes make together."""
+        assert self.passes is not None
+        with self.passes.training_pass(samples):
+            self.run(batch, samples, lanes)
+
+    def run(self, batch: Any, samples: int, lanes: Iterable[Lane]) -> None:
+        """Run one micro-batch, on the device, forward and backward, adding to the gradients.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
 
         Args:
             batch: The micro-batch.
             samples: Its samples.
-            weights: Weighs its losses within those of the window.
-            into: Results of the window.
-            start: The first of its samples in the window.
+            lanes: How each forward pass runs, and how its losses are weighed.
         """
-        weights.enter(start, samples, batch)
-        with nullcontext() if self.passes is None else self.passes.training_pass(samples):
-            for source in self.objective.calls.sources:
-                self._run(source, batch, samples, weights, into)
-        weights.leave()
+        stage = self.stage
+        for run, weigh in lanes:
+            stage.phase = Phase.FORWARD
+            with self.precision.autocast():
+                found = run(batch, samples)
+            total = weigh(found, batch, samples)
+            del found  # outputs, which a loss seldom needs for its gradient
+            if total is not None:
+                self.backward(total)
 
-    def _run(self, source: Source, batch: Any, samples: int, weights: Alone | WindowWeights, into: PartResult) -> None:
-        """Run one forward pass and the backward pass of its result."""
-        self.stage.phase = Phase.FORWARD
-        with self.precision.autocast():
-            losses, outputs = self.objective.values(source, batch, samples)
+    def lanes(self, weights: Alone | WindowWeights, into: PartResult, at: Progress) -> list[Lane]:
+        """Return how micro-batches run with losses of any form.
+
+        Args:
+            weights: Weighs the losses of a micro-batch within those of the window.
+            into: Results of the window.
+            at: Follows the micro-batches.
+        """
+        sources = self.objective.calls.sources
+        return [
+            (
+                partial(self.objective.values, source),
+                partial(self._weigh, weights, into, at, is_first=source is sources[0], is_last=source is sources[-1]),
+            )
+            for source in sources
+        ]
+
+    def _weigh(
+        self,
+        weights: Alone | WindowWeights,
+        into: PartResult,
+        at: Progress,
+        found: tuple[list[LossValue], Any],
+        batch: Any,
+        samples: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> Tensor | None:
+        """Return what the losses of a pass add to the window's, and note it; None if nothing in them counts."""
+        losses, outputs = found
+        if is_first:
+            weights.enter(at.done, samples, batch)
         if self.keeps_outputs:
-            if outputs is None:
-                raise InvalidInputError(
-                    "keep='outputs': the closure returned none; return them beside the loss, as in "
-                    "{'loss': loss, 'outputs': outputs}, or leave keep= out"
-                )
-            into.outputs.append(without_graphs(outputs))
-        del outputs  # a loss seldom needs them for its gradient
-        weighted = self._weighted(losses, samples, weights, into)
-        total = torch.stack(weighted).sum() if len(weighted) > 1 else weighted[0] if weighted else None
-        if total is not None and not total.requires_grad:
-            raise no_gradient(loss.name for loss in losses if not loss.is_reported)
-        if len(weighted) < len(losses) and into.doubt is None:
-            reported.note(losses, samples, weights, into.reported)
-        if total is not None:
-            self.backward(total)
-
-    def _weighted(
-        self, losses: Sequence[LossValue], samples: int, weights: Alone | WindowWeights, into: PartResult
-    ) -> list[Tensor]:
-        """Return what losses add to the window's, but for those in which nothing counts, and note it."""
-        found = []
+            into.outputs.append(_kept(outputs))
+        weighted, has_reported = [], False
         for loss in losses:
-            value = None if loss.is_reported else self._weighed(loss, weights, into)
-            if value is None:
-                continue
-            # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
-            seen = value.detach().clone() if value is loss.value and samples < into.samples else value.detach()
-            into.losses.setdefault(loss.name, LossSum([])).add(seen.nan_to_num() if loss.may_be_nan else seen)
-            found.append(value)
-        return found
+            if loss.is_reported:
+                has_reported = True
+            elif (value := self._weighed(loss, weights, into)) is not None:
+                weighted.append(value)
+                # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
+                is_own = value is not loss.value or samples == into.samples
+                seen = value.detach() if is_own else value.detach().clone()
+                into.loss(loss.name).append(seen.nan_to_num() if loss.may_be_nan else seen)
+        if has_reported and into.doubt is None:
+            reported.note(losses, samples, weights, into.reported)
+        if is_last:
+            weights.leave()
+        if not weighted:
+            return None
+        total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+        if not total.requires_grad:
+            raise no_gradient(loss.name for loss in losses if not loss.is_reported)
+        return total
 
     def backward(self, total: Tensor) -> None:
         """Add the gradient of a loss to `.grad`."""
@@ -222,7 +255,7 @@ class GradientStep:
         if value is None:
             if self.passes is not None:  # others wait for the backward pass
                 return loss.value.nan_to_num() * 0.0
-            into.losses.setdefault(loss.name, LossSum([])).add(loss.value.new_zeros(()))
+            into.loss(loss.name).append(loss.value.new_zeros(()))
             into.reached += leaves_of(loss.value)
         return value
 
@@ -259,6 +292,15 @@ class TrainingStep(GradientStep):
         """Step with another optimizer from now on."""
         self.optimizer_steps.use(optimizer)
         self.optimizer = optimizer
+
+
+def _kept(outputs: Any) -> Any:
+    if outputs is None:
+        raise InvalidInputError(
+            "keep='outputs': the closure returned none; return them beside the loss, as in {'loss': loss, 'outputs': "
+            "outputs}, or leave keep= out"
+        )
+    return without_graphs(outputs)
 
 
 def drop_old_gradients(step: GradientStep, notices: Notices) -> None:

@@ -25,18 +25,14 @@ if TYPE_CHECKING:
 class LossSum:
     """What each micro-batch adds to a loss, on the device. The parts are added only when the loss is read."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("parts",)
 
     def __init__(self, parts: list[Tensor]) -> None:
-        self._parts = parts
-
-    def add(self, part: Tensor) -> None:
-        """Add what another micro-batch adds."""
-        self._parts.append(part)
+        self.parts = parts
 
     def total(self) -> Tensor:
         """Return the loss, on the device."""
-        return self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts).sum()
+        return self.parts[0] if len(self.parts) == 1 else torch.stack(self.parts).sum()
 
 
 @dataclass(slots=True)
@@ -80,6 +76,13 @@ class PartResult:
     outputs: list[Any] = field(default_factory=list)
     reached: list[Tensor] = field(default_factory=list)
     doubt: RecheckWindow | None = None
+
+    def loss(self, name: str) -> list[Tensor]:
+        """Return the list of what each micro-batch adds to a loss."""
+        found = self.losses.get(name)
+        if found is None:
+            found = self.losses[name] = LossSum([])
+        return found.parts
 
     def give_zeros(self) -> None:
         """Give zeros to `reached` without a gradient: optimizers leave out parameters that have none."""

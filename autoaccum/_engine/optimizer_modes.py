@@ -30,7 +30,7 @@ _FLAGS = (bool, int, float, str, type(None))
 def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the optimizer, or those of its parts, that have modes; torch's have none."""
     parts = optimizer.parts if isinstance(optimizer, OptimizerList) else [optimizer]
-    return [part for part in parts if all(callable(getattr(part, name, None)) for name in ("train", "eval"))]
+    return [part for part in parts if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))]
 
 
 def train(optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ from autoaccum._loss.reported import means
 from autoaccum._loss.settling import Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -23,22 +23,19 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Losses, PartResult, Progress
     from autoaccum._loss.summands import SummandKey
-    from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
 
-    BeforeStep = Callable[[Losses, int], None]
 
+class BeginAgain(Exception):  # noqa: N818 - it is no error of the user's
+    """The parts of a window do not fit together: all processes make it again.
 
-class Work(Protocol):
-    """The micro-batches of this process's part of a window."""
+    Args:
+        totals: What is known of the weights of all parts.
+    """
 
-    at: Progress
-
-    def start_over(self, totals: Totals | None = None) -> None:
-        """Restore everything to its state before the window."""
-
-    def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
-        """Make micro-batches smaller that ran out of memory, of so many samples of these widths, on a like process."""
+    def __init__(self, totals: Totals | None) -> None:
+        super().__init__("processes do not fit together")
+        self.totals = totals
 
 
 class Talk(Protocol):
@@ -57,6 +54,10 @@ class Peers:
     is_part: bool = False
     # Whether the others make, or have made, the current window's optimizer step, whatever happens here.
     is_decided: bool = False
+    # Whether the others would wait for this process if it began its part again by itself.
+    is_awaited: bool = False
+    # What predicts the weights of the current window, or those, if its parts need the same.
+    totals: Totals | None = None
     # Samples of several processes on which losses are tried before this window; None for those of this one.
     samples_to_try: Window | None = None
 
@@ -82,19 +83,24 @@ class Peers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:  # noqa: ARG002
+    def reduce(self, given: PartResult, at: Progress) -> WindowResult:  # noqa: ARG002
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
+        Args:
+            given: What this process has computed.
+            at: How far it is.
+
         Returns:
-            The window; None if the attempt must be repeated, since another process lacks memory or has learned more
-            about what a loss runs over.
+            The window; of 0 samples if no process has any, or it is left out.
+
+        Raises:
+            BeginAgain: All have to make the window again, since one has learned more about what a loss runs over.
         """
         # The gradient already is that of the whole window.
         factor = 1.0 if given.weights is None else given.weights.correction()
         losses: Losses = given.losses
         if not isinstance(factor, float) or factor != 1.0:
             losses = {name: LossSum([loss.total() * factor]) for name, loss in losses.items()}
-        before_step(losses, given.samples)
         norm = None
         if self._optimizer_steps is not None:
             norm = self._optimizer_steps.unscale_and_clip(factor)
@@ -102,8 +108,17 @@ class Peers:
             torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
         return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
-    def failed(self, error: Exception, work: Work) -> None:
-        """Tell the others of a failure, and raise if it ends the training."""
+    def decide(self, reduced: WindowResult) -> WindowResult:
+        """Agree that all processes make the window's optimizer step; return the window, as it is for the step."""
+        return reduced
+
+    def failed(self, error: Exception, size: int | None) -> int | None:  # noqa: ARG002
+        """Tell the others of a failure, and return the size of the micro-batch that lacks memory, here or there.
+
+        Raises:
+            Exception: The error itself, if the others make the optimizer step.
+        """
+        return size
 
     def expected_gradients(self) -> Sequence[nn.Parameter]:
         """Return parameters that will have a gradient, of which some have one now."""

@@ -1,44 +1,27 @@
-"""Makes exactly one optimizer step from one window, or raises an error and leaves everything as it was before.
-
-`WindowRunner.step` is the story of an optimizer step: `_engine/window.py` computes the window's gradient, and begins
-again where memory runs out; `_finish` reserves memory, reduces the gradient over all processes and steps the optimizer.
-After that there is no way back: later failures are raised as `StepCompleteError`, and the window must not be
-repeated.
-
-`Runner` has one, and public arguments. Nothing here waits for the device where a hand-written loop would not.
-"""
+"""`Runner`: optimizer steps from windows, in a loop of the user's own, with public arguments."""
 
 from __future__ import annotations
 
-import math
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import _oom
 from autoaccum._arguments import check_one_batch, shown
-from autoaccum._data.batches import as_window, largest_first
+from autoaccum._data.batches import as_window
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.random_state import RandomState
-from autoaccum._data.splits import ListOfSamples
-from autoaccum._engine import devices, optimizer_modes, optimizers, step_complete
+from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.at_work import AtWork
 from autoaccum._engine.evaluation import Evaluator
-from autoaccum._engine.forward_backward import drop_old_gradients
-from autoaccum._engine.noise_scale import NoiseScale, shuffled
+from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
-from autoaccum._engine.peers import Peers
 from autoaccum._engine.savings import Savings
 from autoaccum._engine.step_limit import StepLimit, drawn
-from autoaccum._engine.window import Engine
-from autoaccum._engine.window_checks import no_gradient
+from autoaccum._engine.window_runner import WindowRunner
 from autoaccum._loss.closures import used_by
-from autoaccum._loss.loss_values import not_finite
-from autoaccum._records import DeviceScalar, Plan, StepReport
+from autoaccum._records import Plan, StepReport
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
-from autoaccum._system import signals
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
@@ -53,206 +36,12 @@ if TYPE_CHECKING:
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
-    from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import Losses, PartResult, WindowResult
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
 
 # The attributes that can be set on a runner; setting any other would have no effect.
 _SETTABLE = ("plan", "optimizer")
-
-
-class WindowRunner:
-    """Makes one optimizer step from each window.
-
-    Args:
-        step: The training step.
-        sizing: Cuts the windows.
-        events: Counts windows and reports out-of-memory errors.
-        notices: Reports choices made on the user's behalf.
-        peers: The processes that make the windows together; None if this one is alone.
-        prepare: Allocates what `step_made` needs, while the optimizer step can still be abandoned, and again on a
-            retry; given the window's samples, over all processes. None for nothing.
-        step_made: Moves everything that moves with an optimizer step, as soon as it is made, before a pending
-            interrupt is delivered; told whether the scaler `skipped` it. None for nothing.
-        noise: The gradient noise scale to measure; None without `noise_scale`.
-
-    Attributes:
-        engine: Computes gradients of windows.
-        is_at_work: Whether a window has begun and not ended.
-    """
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        sizing: Sizing,
-        events: Events,
-        notices: Notices,
-        *,
-        peers: Peers | None = None,
-        prepare: Callable[[int], None] | None = None,
-        step_made: Callable[..., None] | None = None,
-        noise: NoiseScale | None = None,
-    ) -> None:
-        self._step = step
-        self._noise = noise
-        # A loss over the window may depend on the order of its samples; a mean over them does not.
-        in_parts = step.options.loss_scope == "micro_batch"
-        self._sorts = in_parts and isinstance(step.objective.split, ListOfSamples)
-        self.sizing = sizing
-        self.events = events
-        self._notices = notices
-        self._peers = peers or Peers(step)
-        self._prepare = prepare
-        self._step_made = step_made
-        self.engine = Engine(step, sizing, events, notices, peers=self._peers, noise=noise)
-        # A loss that is not finite is an error only in the first window: later it may result from the training itself.
-        self._checks_finite = events.windows == 0
-        self.is_at_work = False
-        # Of the current window: the number of its optimizer step, and how many were made before it; whether everything
-        # that moves with it has moved; the learning rates of each group.
-        self._number, self._made_before, self._has_moved = events.windows + 1, step.optimizer_steps.made, False
-        self._rates: tuple[DeviceScalar | None, ...] = ()
-        drop_old_gradients(step, notices)
-
-    def step(self, part: Window) -> StepReport | None:
-        """Make one optimizer step from one window.
-
-        Returns:
-            What was done; None if no process has a sample of the window.
-
-        Raises:
-            RankFailedError: Another process cannot continue.
-            AutoaccumError: As for `Runner.step`.
-        """
-        started = time.perf_counter()
-        step, noise, number = self._step, self._noise, self.events.windows + 1
-        self._number, self._made_before, self._has_moved = number, step.optimizer_steps.made, False
-        measures = noise is not None and noise.is_due(number) and self.sizing.is_stable
-        part = (shuffled(part, number) if measures else self._prepared(part)).made_of(part)
-        optimizer_modes.train(step.optimizer)
-        try:
-            if step.holds_gradients():
-                drop_old_gradients(step, self._notices)
-            self.is_at_work = True
-            try:
-                reduced, skipped = self.engine.run(
-                    part, self._finish, is_final=self._is_made, on_change=self._on_change, measures_noise=measures
-                )
-            except BaseException:
-                step.optimizer_steps.drop_reservation()
-                raise
-            finally:
-                self.is_at_work = False
-            if skipped is None:
-                return None
-            elapsed_s = time.perf_counter() - started
-            if part.samples:
-                self.engine.complete(elapsed_s)
-            if step.optimizer_steps.has_new_gradients:  # some are trained that were not
-                self.engine.steady.void()
-            return self._report(reduced, elapsed_s, skipped=skipped)
-        except BaseException as error:
-            if self._is_made():
-                self._raise_as_step_complete(error)
-            raise
-
-    def _prepared(self, part: Window) -> Window:
-        """Return a window of lists of samples in order of size; another, just like the last, as a `KnownWindow`."""
-        if self._sorts:
-            return largest_first(part)
-        batch = part.plain_batch() if part.kinds is None else None
-        known = None if batch is None else self.engine.steady.known(batch)
-        return part if known is None else known
-
-    def _finish(self, given: PartResult) -> tuple[WindowResult, bool | None] | None:
-        """Make the optimizer step from a window's gradient; None if another process lacks memory for it.
-
-        Returns:
-            The window, and whether the scaler skipped its optimizer step; None if no process has a sample of it.
-        """
-        self._step.optimizer_steps.reserve(self._peers.expected_gradients())
-        reduced = self._peers.reduce(given, self.engine, self._before_step)
-        if reduced is not None and reduced.samples:
-            return reduced, self._step_optimizer()
-        self._step.optimizer_steps.drop_reservation()
-        return None if reduced is None else (reduced, None)
-
-    def _before_step(self, losses: Losses, samples: int) -> None:
-        """Reject an unusable optimizer step, and prepare what moves with it, while there is a way back."""
-        if self.engine.is_due:
-            if self._checks_finite:
-                _check_finite(losses)
-            if not self._step.holds_gradients():
-                raise no_gradient(self._step.parameters)
-            self._checks_finite = False
-        if self._prepare is not None:
-            self._prepare(samples)
-
-    def _step_optimizer(self) -> bool:
-        """Step the optimizer, and move everything that moves with it."""
-        self._rates = optimizers.learning_rates(self._step.optimizer)
-        with signals.held():  # inside the optimizer an interrupt would leave half an optimizer step
-            skipped = self._peers.commit()
-            self.events.windows = self._number
-            self._step.clear_gradients()
-            if self._step_made is not None:
-                self._step_made(skipped=skipped)
-            self._has_moved = True
-        return skipped
-
-    def _report(self, reduced: WindowResult, elapsed_s: float, *, skipped: bool) -> StepReport:
-        """Return the report on the window that was just made."""
-        noise = None
-        if self._noise is not None and reduced.spread is not None and not skipped:
-            self._noise.learn(reduced.spread, reduced.samples)
-            noise = self._noise.samples
-        return StepReport(
-            step=self.events.windows,
-            elapsed_s=elapsed_s,
-            skipped=skipped,
-            device_learning_rates=self._rates,
-            device_grad_norm=None if reduced.grad_norm is None else DeviceScalar(reduced.grad_norm),
-            noise_scale=noise,
-            **self.engine.reported(reduced),
-        )
-
-    def _raise_as_step_complete(self, error: BaseException) -> None:
-        """Raise a failure after the optimizer step as an error which states that it is made, unless it already does."""
-        self.events.windows = self._number  # only an assignment: whatever else fails, this window counts as done
-        self._step.clear_gradients()
-        if _oom.is_device_lost(error):
-            raise devices.lost(self._step.memory, error) from error
-        said = step_complete.wrapped(error, self._number, has_moved=self._has_moved)
-        if said is error:
-            return
-        try:
-            raise said from error
-        finally:
-            del said  # otherwise it and this frame, which holds the runner, would hold each other
-
-    def _on_change(self) -> None:
-        """Drop what new parameters hold, and report once any that need a gradient but are not in the optimizer."""
-        drop_old_gradients(self._step, self._notices)
-        held = set(self._step.held())
-        if left := sum(p.requires_grad and p not in held for p in self._step.parameters):
-            self._notices.say(
-                f"the model or the optimizer has changed: {left} parameters that need a gradient are not in the "
-                "optimizer, so they stay as they are; optimizer.add_param_group(...) adds them",
-                key="parameters that stay",
-            )
-
-    # --- what others see ----------------------------------------------------------------------------------------------
-
-    def _is_made(self) -> bool:
-        """Whether the optimizer step of the current window is made."""
-        return self._step.optimizer_steps.made != self._made_before
-
-    @property
-    def is_past_return(self) -> bool:
-        """Whether the optimizer step of the most recent window is made, here or by other processes."""
-        return self._is_made() or self._peers.is_decided
 
 
 class Runner:
@@ -359,8 +148,8 @@ class Runner:
     def optimizer(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str
     ) -> None:
-        if optimizer is None or self._runner.is_at_work:
-            why = "within a window" if self._runner.is_at_work else "to None"
+        if optimizer is None or self._runner.engine.is_at_work:
+            why = "within a window" if self._runner.engine.is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
         self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
 
@@ -408,7 +197,7 @@ class Runner:
         if others:
             check_one_batch("step", others)
         with self._stepping:
-            part: Window | None = self._runner.engine.steady.known(window)
+            part: Window | None = self._runner.engine.checks.known(window)
             if part is None:
                 part = as_window(window, self._step.objective.split)
             runner, savings = self._runner, self._savings
@@ -452,12 +241,6 @@ class Runner:
                 before.put_back()
         assert found.loss is not None  # there are no metrics, without which it is refused
         return found.loss
-
-
-def _check_finite(losses: Losses) -> None:
-    values = {name: parts.total().item() for name, parts in losses.items()}
-    if not all(map(math.isfinite, values.values())):
-        raise not_finite(values)
 
 
 def _check_plan(plan: object) -> None:

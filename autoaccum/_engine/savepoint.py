@@ -2,7 +2,8 @@
 
 Saved are buffers, random state, what torchmetrics' metrics have counted, and parameters that the model itself writes:
 those of the modules, and of what a loss or a closure reaches. Small buffers are copied always; large ones, and
-parameters, where careful windows have seen them move. All others are watched: one that has moved cannot be restored.
+parameters, where windows with all checks have seen them move. All others are watched: one that has moved cannot be
+restored.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Savepoint:
         return made
 
     def refresh(self) -> None:
-        """Look for modules, buffers, metrics and generators; `take` does so by itself only at first."""
+        """Look for modules, buffers, metrics and generators; `take` does so at first, or where it is asked."""
         found = used_by(self._functions)
         modules = [*self._modules, *(value for value in found if isinstance(value, nn.Module))]
         parts = list({id(part): part for module in modules for part in module.modules()}.values())
@@ -123,9 +124,9 @@ class Savepoint:
                 `learn_moved` and `damage` find what changes without a trace.
             with_host_random: Whether to save the random state of Python and NumPy also where it has not been seen to
                 move.
-            with_attributes: Whether to save also what modules keep as plain attributes.
+            with_attributes: Whether to save also what modules keep as plain attributes, those of new modules too.
         """
-        if is_thorough or not self._has_looked:
+        if is_thorough or with_attributes or not self._has_looked:
             self.refresh()
         self._attributes = AttributeState(self._named_parts()) if with_attributes else None
         self.random.take(of_host=with_host_random or is_thorough or self._host_moves)

@@ -1,34 +1,37 @@
-"""Computes the gradient of one window after the other, and repeats a window that runs out of memory.
+"""Computes the gradient of one window after the other, and restores the state before a window that fails.
 
-`Engine.run` is the story of a window:
+    with engine.window(batch, is_final=...):
+        while True:
+            with engine.attempt():
+                given = engine.gradient()
+                ...  # make an optimizer step of it, or add it to earlier gradients
+                break
 
-1. Take a savepoint.
-2. Run the micro-batches: on the steady path where all is known about such windows, otherwise on the careful path.
-3. Let the caller finish: make an optimizer step of the gradient, or add it to earlier gradients.
-
-If anything fails before the caller's work is final, the savepoint is restored. If it was lack of memory, the window
-begins again with smaller micro-batches.
+What fails within an attempt is undone. If it was lack of memory, the next attempt has smaller micro-batches; if a loss
+is not what is known of it, the next one checks it. Anything else ends the window. Nothing is undone that `is_final`.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum._engine import devices
 from autoaccum._engine.batchnorm import BatchNorms
-from autoaccum._engine.careful import CarefulPath
 from autoaccum._engine.does_not_fit import (
     ONE_SAMPLE,
     sample_does_not_fit,
     sample_of,
     whole_does_not_fit,
 )
+from autoaccum._engine.due_checks import DueChecks
 from autoaccum._engine.gradients import PartResult, Progress
+from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.out_of_memory import TRIES_TO_WEIGH, Phase, damage_text, resolvable_oom
-from autoaccum._engine.steady import NotSteadyError, SteadyPath
+from autoaccum._engine.peers import BeginAgain
 from autoaccum._engine.window_checks import (
     GradientChecks,
     TimeFirst,
@@ -46,7 +49,7 @@ from autoaccum._system import signals
 from autoaccum.errors import AutoaccumError, DoesNotFitError, InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterator
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
@@ -55,11 +58,9 @@ if TYPE_CHECKING:
     from autoaccum._engine.peers import Peers
     from autoaccum._records import MemoryEvent, Plan
     from autoaccum._sizing.events import Events
-    from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices
 
-_T = TypeVar("_T")
 # Attempts at work whose memory does not depend on the micro-batches' sizes.
 _TRIES = 2
 # Seconds from which saving the random state of Python and NumPy, which takes 42 microseconds, is not worth leaving out.
@@ -75,11 +76,12 @@ class Engine:
 
     Attributes:
         sizing: Cuts windows.
-        steady: The path of windows that need no check.
+        checks: Says which windows are due for all checks.
         is_due: Whether the current window is due for all checks.
         at: How far the current window is.
         oom_events: The failures of the current window for lack of memory, without those of trials.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
+        is_at_work: Whether a window has begun and not ended.
         is_half_done: Whether a window was neither finished nor restored, both of which a second interrupt can prevent.
     """
 
@@ -105,34 +107,38 @@ class Engine:
         self._norms = BatchNorms(step.objective.modules, step.options.batchnorm, notices)
         self._time_first = TimeFirst(step.objective, notices)
         self._savepoint = step.savepoint()
-        self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
-        self._careful = CarefulPath(step, sizing, self._savepoint, norms=self._norms, peers=peers, noise=noise)
-        self._is_steady = self.is_due = self.has_lost_parameters = self.is_half_done = False
+        self.checks = DueChecks(step, is_part=peers.is_part)
+        self._micro_batches = MicroBatches(step, sizing, self._savepoint, norms=self._norms, peers=peers, noise=noise)
+        self._is_quiet = self.is_due = self.has_lost_parameters = False
+        self.is_at_work = self.is_half_done = False
         self.oom_events: list[MemoryEvent] = []
         self.at = Progress()
+        # Of the current window: what its micro-batches have given, and why the last attempt lacked memory.
+        self._given: PartResult | None = None
+        self._lack: MemoryEvent | None = None
+        self._is_saved = self._is_checked_again = self._has_failed = False
         self._warnings_reported = 0
         self._last_oom: int | None = None  # the window in which memory last ran out, by the windows done before it
         self._windows_are_long, self._sizes_are_fixed = True, False
         self._plan: Plan | None = None
         self._begun_kinds: Any = None  # the `kinds` of the known window whose groups the sizing has
 
-    # --- the story of a window ----------------------------------------------------------------------------------------
+    # --- a window -----------------------------------------------------------------------------------------------------
 
-    def run(
+    @contextmanager
+    def window(
         self,
         window: Window,
-        finish: Callable[[PartResult], _T | None],
         *,
         is_final: Callable[[], bool],
         on_change: Callable[[], None],
         measures_noise: bool = False,
-    ) -> _T:
-        """Compute a window's gradient in `.grad`, which holds none, and finish the window with it.
+    ) -> Iterator[None]:
+        """Begin a window whose attempts are made in this block; where it fails, the state before is restored.
 
         Args:
             window: The window, or this process's part of it, which may be empty.
-            finish: Called with what was computed; None to begin again, since another process lacks memory.
-            is_final: Whether nothing may be repeated any more, whatever fails.
+            is_final: Whether nothing may be undone any more, whatever fails.
             on_change: Called when parameters, or which of them are trained, have changed.
             measures_noise: Whether to measure the noise of its gradient.
 
@@ -141,42 +147,87 @@ class Engine:
             DeviceLostError: This process can no longer use the device.
             StateDamagedError: The window failed after something was written that cannot be restored.
         """
-        self._window, self._on_change, self._versions_of_data = window, on_change, window.versions()
+        self._window, self._is_final, self._on_change = window, is_final, on_change
+        self._versions_of_data = window.versions()
+        self.is_at_work = True
         try:
             self._begin(window, measures_noise=measures_noise)
-            done = self._made(finish, is_final)
+            yield
+        except BaseException as error:
+            if not is_final():
+                self._give_up(error)
+            raise
         finally:
             self._end()
         self.is_half_done = False
-        return done
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Undo what fails in this block where another attempt can help, which is to follow it then."""
+        if self._has_failed:  # only now: while an error is handled, its traceback still pins the activations
+            self._step.memory.release()
+            self._has_failed = False
+            if self._lack is not None:
+                event, self._lack = self._lack, None
+                self._make_smaller(event)
+        try:
+            yield
+        except (RecheckWindow, NotSettled, BeginAgain) as error:
+            self._has_failed = True
+            self._run_again(error)
+        except Exception as error:
+            if self._is_final():
+                raise
+            self._has_failed = True
+            self._lack = self._undo(error)
+
+    def gradient(self) -> PartResult:
+        """Return the results of all micro-batches, which are run unless only what follows them has failed.
+
+        Their gradient is in `.grad`, which has to hold none before the window.
+        """
+        self._peers.begin_attempt()
+        if self._given is None:
+            if not self._is_saved:
+                self._step.stage.phase = Phase.SAVE
+                copies_all, with_host_random = self.is_due and self.checks.is_first(), self._windows_are_long
+                self._savepoint.take(copies_all=copies_all, is_thorough=self.is_due, with_host_random=with_host_random)
+                self._is_saved = True
+            self.is_half_done = True
+            given = self._run_checked() if self.is_due else self._run()
+            if given.reached:
+                given.give_zeros()
+            self._given = given
+            if self._norms.is_there and not self.sizing.is_learning:
+                self._norms.announce(self.at.sizes)  # only sizes that will be used again
+        return self._given
+
+    def abandon(self) -> None:
+        """Restore the state before the window, which no process makes an optimizer step of."""
+        self._refuse_changed_data("processes do not fit together")
+        self._restore()
 
     def _begin(self, window: Window, *, measures_noise: bool) -> None:
-        """Choose the path of a window, and prepare its micro-batches."""
+        """Prepare the micro-batches of a window."""
         step = self._step
         self._measures_noise, self._totals = measures_noise, None
         self._has_grad_mode = torch.is_grad_enabled()
         self.at, self.oom_events = Progress(), []
-        self._given: PartResult | None = None
-        self._is_saved = self._is_checked_again = False
-        is_admitted = bool(window.samples) and self.steady.admits(window)
-        self.is_due = bool(window.samples) and not is_admitted and self.steady.is_due
-        self._is_steady = is_admitted and not (self._measures_noise or self._norms.rescales)
-        if not self._is_steady:
-            step.objective.begin_window()
+        self._given = self._lack = None
+        self._is_saved = self._is_checked_again = self._has_failed = False
+        step.objective.begin_window()
+        self.is_due = bool(window.samples) and self.checks.are_due(window)
+        self._is_quiet = bool(window.samples) and not (self.is_due or self.sizing.is_learning)
         if step.memory.is_soft:
             step.memory.exempt(window.data_bytes())
-            if not self._is_steady:  # what loaders, callbacks and evaluations took is not the window's
+            if not self._is_quiet:  # what loaders, callbacks and evaluations took is not the window's
                 self._room.measure(tuple(map(tuple, window.widths())))
-        if self._is_steady:
+        if self._is_quiet:
             step.memory.stop_measuring()
         if self.is_due:
             self._refresh()
         self._choose_sizes(window)
         self._totals = self._peers.begin(window, self.sizing)
-        # All ranks try their losses now, or weigh by totals, which the steady path does not.
-        if self._is_steady and not (self._peers.samples_to_try is None and self._totals is None):
-            self._is_steady = False
-            step.objective.begin_window()
 
     def _refresh(self) -> None:
         """Look up the model's current parameters and layers."""
@@ -194,93 +245,50 @@ class Engine:
             self._plan, self._sizes_are_fixed = sizing.plan, sizing.is_quiet
             self._room.follow(sizing.plan)
         is_known = window.kinds is not None and window.kinds is self._begun_kinds
-        if window.samples and not (is_known and self._is_steady and self._sizes_are_fixed):
+        if window.samples and not (is_known and self._is_quiet and self._sizes_are_fixed):
             self._begun_kinds = None
             sizing.begin(window)
             self._begun_kinds, self._sizes_are_fixed = window.kinds, self._sizes_are_fixed and sizing.is_quiet
             if self.is_due:
                 self._tell_of_batches_apart(window)
 
-    def _made(self, finish: Callable[[PartResult], _T | None], is_final: Callable[[], bool]) -> _T:
-        """Make attempts until the window is finished; restore the state before it where none can be."""
-        try:
-            while (done := self._attempt(finish, is_final)) is None:
-                pass
-        except BaseException as error:
-            if not is_final():
-                self._give_up(error)
-            self.is_half_done = False
-            raise
-        return done
+    def _run(self) -> PartResult:
+        """Run the micro-batches."""
+        given = self._micro_batches.run(
+            self._window, self.at, self._totals, is_due=self.is_due, measures_noise=self._measures_noise
+        )
+        self._step.objective.knowledge.warn_if_unchecked()
+        return given
 
-    def _attempt(self, finish: Callable[[PartResult], _T | None], is_final: Callable[[], bool]) -> _T | None:
-        """Compute the gradient and finish the window; None if it has to begin again."""
-        event = None
-        try:
-            self._peers.begin_attempt()
-            return finish(self._gradient())
-        except (NotSteadyError, RecheckWindow, NotSettled) as error:
-            self._take_careful_path(error)
-        except Exception as error:
-            if is_final():
-                raise
-            self._peers.failed(error, self)
-            event = self._undo(error)
-        # After the handlers: inside them the traceback still pins the activations.
-        self._step.memory.release()
-        if event is not None:
-            self._make_smaller(event)
-        return None
-
-    def _gradient(self) -> PartResult:
-        """Return the results of all micro-batches, which are run unless only what follows them has failed."""
-        if self._given is None:
-            if not self._is_saved:
-                self._step.stage.phase = Phase.SAVE
-                copies_all, with_host_random = self.is_due and self.steady.is_first(), self._windows_are_long
-                self._savepoint.take(copies_all=copies_all, is_thorough=self.is_due, with_host_random=with_host_random)
-                self._is_saved = True
-            self.is_half_done = True
-            run = self.steady.run if self._is_steady else self._run_carefully
-            self._given = run(self._window, self.at)
-            self._given.give_zeros()
-            if self._norms.is_there and not self.sizing.is_learning:
-                self._norms.announce(self.at.sizes)  # only sizes that will be used again
-        return self._given
-
-    def _run_carefully(self, window: Window, at: Progress) -> PartResult:
-        """Run the micro-batches on the careful path, with all checks if they are due."""
-        step, checks, is_due = self._step, None, self.is_due
-        if is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
-            checks = GradientChecks(step.parameters, owns_gradients=self._owns_gradients)
-        step.watch = checks
+    def _run_checked(self) -> PartResult:
+        """Run the micro-batches with all checks."""
+        step = self._step
+        if step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
+            step.watch = GradientChecks(step.parameters, owns_gradients=self._owns_gradients)
         try:
             with self._time_first.watching():
-                given = self._careful.run(
-                    window, at, self._totals, is_first=is_due, measures_noise=self._measures_noise
-                )
-            if checks is not None and not self._takes_whole:
-                checks.check()
-            step.objective.knowledge.warn_if_unchecked()
+                given = self._run()
+            if step.watch is not None and not self._takes_whole:
+                step.watch.check()
         finally:
             step.watch = None
-        if is_due:
-            moved = self._savepoint.learn_moved()
-            self.steady.learn(window, given)
-            if len(at.sizes) > 1:
-                if not self.sizing.is_learning:  # windows may fit at once
-                    warn_of_moving_state(step.objective, moved)
-                warn_of_hooks(step.parameters, self._notices)
+        moved = self._savepoint.learn_moved()
+        self.checks.learn(self._window)
+        if len(self.at.sizes) > 1:
+            if not self.sizing.is_learning:  # windows may fit at once
+                warn_of_moving_state(step.objective, moved)
+            warn_of_hooks(step.parameters, self._notices)
         return given
 
     def _end(self) -> None:
         """Release the window."""
+        self.is_at_work = False
         if self._norms.rescales:
             self._norms.put_back()
         if self._window.versions() != self._versions_of_data:
             self._step.transfer.copy_always()
         self._given = None
-        del self._window, self._on_change
+        del self._window, self._is_final, self._on_change
 
     def complete(self, elapsed_s: float) -> None:
         """Learn from a window that is finished, and took so many seconds; choose the sizes of the next."""
@@ -292,34 +300,35 @@ class Engine:
             smaller = "; micro-batches get smaller" if sizing.shrink() else ""
             self._notices.say(f"{shortage}{smaller}", key="shortage")
             self._sizes_are_fixed = False
-        elif self.oom_events or not self._sizes_are_fixed:
+        elif self.oom_events or not self._sizes_are_fixed or sizing.plan is not self._plan:
             sizing.end(self.at.sizes, is_clean=not self.oom_events, has_room=self._room.is_free)
 
     def use(self, peers: Peers) -> None:
         """Make windows with other processes, or with the same in another way, from now on."""
-        self._peers = self._careful.peers = peers
+        self._peers = self._micro_batches.peers = peers
 
     # --- an attempt failed: restore, and begin again ------------------------------------------------------------------
 
-    def _take_careful_path(self, error: NotSteadyError | RecheckWindow | NotSettled) -> None:
-        """Restore the window, whose loss is not as careful windows have seen it, and run it on the careful path.
+    def _run_again(self, error: RecheckWindow | NotSettled | BeginAgain) -> None:
+        """Restore the window, whose loss is not what is known of it, so that it runs again.
 
         Raises:
             InvalidInputError: It cannot run again.
         """
         self._refuse_changed_data(first_line(error))
+        if isinstance(error, BeginAgain):
+            self._totals = error.totals
+            self._restore()
+            return
         if isinstance(error, RecheckWindow):
             if self._is_checked_again:
                 raise error.error from None
             self._is_checked_again, self._step.objective.knowledge.is_checked = True, False
             self._totals = self._totals if self._peers.is_part else None  # of what was known before
-        elif isinstance(error, NotSettled):
+        else:
             self._totals = Totals(error.weights, self._window.samples, is_exact=True)
         self._restore()
-        if self._is_steady:
-            self._step.objective.begin_window()
-        self.steady.forget()
-        self._is_steady, self.is_due = False, True
+        self.is_due, self._is_quiet = True, False
         self._refresh()
 
     def _undo(self, error: Exception) -> MemoryEvent:
@@ -331,12 +340,13 @@ class Engine:
         Raises:
             Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
         """
-        step = self._step
+        step, peers = self._step, self._peers
+        size = peers.failed(error, self.at.size)
         phase = step.stage.phase
         event = resolvable_oom(
             error,
             phase,
-            self.at.size,
+            size,
             step.witness,
             has_moved=self._window.versions() != self._versions_of_data,
             step=self._events.windows + 1,
@@ -344,7 +354,9 @@ class Engine:
         )
         if event is None:
             raise  # noqa: PLE0704 - the error that is being handled
-        if phase is not Phase.RESERVE:  # in which nothing was touched
+        if peers.is_part:
+            self._totals = peers.totals  # by what others know, losses may be weighed otherwise
+        if peers.is_awaited or phase is not Phase.RESERVE:  # in which nothing was touched
             self._restore()
         return event
 
@@ -357,8 +369,6 @@ class Engine:
                 self._savepoint.restore()
                 if step.optimizer_steps is not None:
                     self._savepoint.expect(step.optimizer_steps.take_undone())
-            if self._is_steady:  # which does not keep it up to date
-                self.sizing.start = at.done
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
             at.done, at.size, at.sizes, self._given = 0, None, (), None
             self.is_half_done = False
@@ -457,21 +467,6 @@ class Engine:
             )
         return refuses_one
 
-    # --- what ranks do with a window ----------------------------------------------------------------------------------
-
-    def start_over(self, totals: Totals | None = None) -> None:
-        """Restore the state before the window, since its parts do not fit together.
-
-        Args:
-            totals: What is known of the weights of all parts.
-
-        Raises:
-            InvalidInputError: It cannot run again.
-        """
-        self._refuse_changed_data("processes do not fit together")
-        self._totals, self._is_steady = totals, False  # by what others know, losses may be weighed otherwise
-        self._restore()
-
     def _refuse_changed_data(self, reason: str) -> None:
         """Refuse to run a window again whose samples the model has changed.
 
@@ -483,11 +478,6 @@ class Engine:
                 f"the window has to run again ({reason}), and the model has changed its input in place; let the model "
                 "work on a copy (inputs.clone())"
             )
-
-    def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
-        """Make micro-batches smaller that ran out of memory on another process with as much memory."""
-        if self.sizing.adopt(failed):
-            self._sizes_are_fixed = False
 
     # --- what is reported ---------------------------------------------------------------------------------------------
 

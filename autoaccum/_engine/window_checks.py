@@ -1,4 +1,4 @@
-"""Refuses, in careful windows, what makes a wrong gradient without a word.
+"""Refuses, in windows that are due for all checks, what makes a wrong gradient without a word.
 
 Each micro-batch adds to what those before it left in `.grad`. A loss, a closure or a hook that clears it, goes backward
 by itself or steps an optimizer would do harm, and so would a loss that reaches parameters of other modules, whose

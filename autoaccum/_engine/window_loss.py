@@ -249,7 +249,7 @@ class WholeWindow:
         """
         start, rest = 0, window.samples - sum(sizes)
         # Where sizes are only the first of a window, the next micro-batch takes its memory all the same.
-        with closing(self._step.transfer.feed(window, [*sizes, min(sizes[0], rest)] if rest else sizes)) as feed:
+        with self._step.transfer.feed(window, [*sizes, min(sizes[0], rest)] if rest else sizes) as feed:
             for size in sizes:
                 self._step.stage.phase = Phase.TRANSFER
                 entering(start, size)

@@ -115,8 +115,12 @@ class Calls:
         return self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
 
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
-        outputs = self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
+        outputs = self.outputs(batch)
         return self.losses_of(outputs, batch), outputs
+
+    def of_pair(self, batch: Any, _samples: int) -> Any:
+        """Return loss(model(inputs), targets) as it is, for a pair."""
+        return self.loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
 
     def losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
         """Return the losses of existing outputs, raw, by name; not for a list of losses, which compute their own."""
@@ -127,11 +131,15 @@ class Calls:
                 if not self.may_lack_loss:
                     raise
                 return {}
-        elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            if self.kind in ELEMENTWISE:
-                check_same_shape(outputs, batch[1], self.kind.__name__)
+        else:
+            is_pair = isinstance(batch, _PAIRS) and len(batch) == _PAIR
+            if self.kind is not None:
+                self._check_torch(outputs, batch, is_pair=is_pair)
             try:
-                raw = self._called(outputs, batch[1])
+                raw = self.loss(outputs, batch[1] if is_pair else batch)  # type: ignore[operator]
+            except TypeError as error:
+                calling_conventions.explain_single(error, self._losses[0], outputs)
+                raise
             except (ValueError, RuntimeError) as error:
                 if self.kind is nn.CrossEntropyLoss and has_classes_last(outputs, batch[1]):
                     raise InvalidInputError(
@@ -141,22 +149,18 @@ class Calls:
                         "both"
                     ) from error
                 raise
-        elif self.kind is not None:
+        # Asking whether a tensor is a Mapping is slow.
+        return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
+
+    def _check_torch(self, outputs: Any, batch: Any, *, is_pair: bool) -> None:
+        """Check what a loss of torch is to be called with."""
+        if not is_pair:
             raise InvalidInputError(
                 f"{self.kind.__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
                 "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
             )
-        else:
-            raw = self._called(outputs, batch)
-        # Asking whether a tensor is a Mapping is slow.
-        return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
-
-    def _called(self, outputs: Any, targets: Any) -> Any:
-        try:
-            return self.loss(outputs, targets)  # type: ignore[operator,misc]
-        except TypeError as error:
-            calling_conventions.explain_single(error, self._losses[0], outputs)
-            raise
+        if self.kind in ELEMENTWISE:
+            check_same_shape(outputs, batch[1], self.kind.__name__)
 
     def _own_or_default(self, outputs: Any, batch: Any) -> Any:
         own = own_loss(outputs)

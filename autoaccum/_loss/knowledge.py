@@ -87,11 +87,6 @@ class LossKnowledge:
         return self.failures >= _MOST_FAILURES or not all(known.hints for known in weighed)
 
     @property
-    def are_predicted(self) -> bool:
-        """Whether windows need nothing but what their micro-batches and their counts say."""
-        return not self.runs_forward_first and all(known.number is None for _, known in self.items())
-
-    @property
     def states_all(self) -> bool:
         """Whether every loss states its weight, or the arguments do."""
         return all(known.source is not Source.GRAPH for _, known in self.items())

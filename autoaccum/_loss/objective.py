@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
-# For recognising (inputs, targets) as `is_pair` does, inlined because it is done for every micro-batch.
-_PAIRS, _PAIR = (tuple, list), 2
-
 
 class Objective:
     """A model and its loss, evaluated on one micro-batch after another.
@@ -55,8 +52,8 @@ class Objective:
         knowledge: What is known of the losses.
         may_repeat_pass: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
-        gave_number: Whether the last pass returned a single number.
         samples: Samples of the last pass.
+        settings: The reduction of a loss of torch, in the current window; None for any other loss.
     """
 
     def __init__(self, calls: Calls, *, loss_reduction: str | None, notices: Notices) -> None:
@@ -65,7 +62,6 @@ class Objective:
         self._notices = notices
         self.may_repeat_pass = True
         self.casts_itself = False
-        self.gave_number = False
         self.samples = 0
         self.knowledge = LossKnowledge(stated_by(loss_reduction, calls.split))
         self.knowledge.is_models_own = calls.loss is None
@@ -74,7 +70,7 @@ class Objective:
         self._own: list[Any] = []  # the model's outputs in a pass of a check
         self._entries = Entries(notices)
         self._loss_reduction = loss_reduction
-        self._settings: Any = None
+        self.settings: Any = None
         self._read_settings()
 
     @property
@@ -104,24 +100,16 @@ class Objective:
         if not raw and self.calls.loss is None:
             self._gave_no_loss = True
             return [], outputs
-        value: Any
-        name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
-        self.gave_number = isinstance(value, Tensor) and value.dim() == 0
-        if self.gave_number and not value.dtype.is_complex:  # the usual case
-            return self._noted([LossValue(name, value)]), outputs
+        if len(raw) == 1:  # the usual case
+            ((name, value),) = raw.items()
+            if isinstance(value, Tensor) and not value.dim() and not value.dtype.is_complex:
+                losses = [LossValue(name, value)]
+                self.knowledge.note(losses)
+                return losses, outputs
         if self.may_repeat_pass and self._entries.needs_graphs(raw, source.total):
             with torch.enable_grad():
                 raw, outputs = source.run(self.calls, batch)
         return self._values(raw, samples, source.total), outputs
-
-    def number_of(self, batch: Any) -> Any:
-        """Run the only source on one micro-batch, and return its only loss as it is."""
-        calls = self.calls
-        if calls.takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            return calls.loss(calls.model(batch[0]), batch[1])  # type: ignore[operator,misc]
-        raw = calls.sources[0].run(calls, batch)[0]
-        self._take_choice()
-        return next(iter(raw.values())) if len(raw) == 1 else raw
 
     def values_of(self, outputs: Any, batch: Any, samples: int) -> list[LossValue]:
         """Return the losses of existing outputs; not for a list of losses, which compute their own.
@@ -234,19 +222,12 @@ class Objective:
         self._read_settings()
         self.knowledge.begin_window()
 
-    def settings(self) -> tuple[Any, ...]:
-        """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
-        return self._reduction(), dict(self.knowledge.summands)
-
-    def _reduction(self) -> Any:
-        return None if self.calls.kind is None else getattr(self.calls.loss, "reduction", "mean")
-
     def _read_settings(self) -> None:
         """Read the settings of a loss of torch."""
-        reduction = self._reduction()
-        if reduction == self._settings:
+        reduction = None if self.calls.kind is None else getattr(self.calls.loss, "reduction", "mean")
+        if reduction == self.settings:
             return
-        self._settings = reduction
+        self.settings = reduction
         known, asked = of_torch(self.calls.loss), self._loss_reduction
         if known is not None and asked is not None and (asked == "sum") != (known.reduction is Reduction.SUM):
             raise InvalidInputError(
@@ -266,10 +247,6 @@ class Objective:
             knowledge.state(TOTAL, None)
         elif chosen is not None and not knowledge.is_stated:
             knowledge.state(TOTAL, of_torch(chosen))
-
-    def _noted(self, losses: list[LossValue]) -> list[LossValue]:
-        self.knowledge.note(losses)
-        return losses
 
     def _values(self, raw: Mapping[str, Any], samples: int, total: str) -> list[LossValue]:
         summed = self.knowledge.default is ADDED

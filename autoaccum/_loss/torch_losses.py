@@ -14,12 +14,12 @@ from autoaccum._loss.summands import ADDED, BY_SAMPLES, Known, Reduction
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _OF_SAMPLES = (nn.MultiLabelMarginLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss)
 # These compare outputs and targets element by element: torch would broadcast (N, 1) against (N,) to (N, N).
-ELEMENTWISE = (
+ELEMENTWISE = {
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss),
     *(nn.SoftMarginLoss, nn.KLDivLoss, nn.HingeEmbeddingLoss, nn.MultiLabelSoftMarginLoss),
     *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
     *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits),
-)
+}
 _OF_TORCH = {*_OF_CLASSES, *_OF_SAMPLES, *ELEMENTWISE}
 
 

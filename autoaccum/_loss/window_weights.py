@@ -20,7 +20,8 @@ from autoaccum._loss.graph_reader import ReadTerm, has_only_weights_of_0, read, 
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.settling import PartWeights, nothing_counts, settle
 from autoaccum._loss.summand_weights import SummandWeights, power_of_two
-from autoaccum._loss.summands import Reduction, Source, is_same
+from autoaccum._loss.summands import BY_SAMPLES, Reduction, Source, is_same
+from autoaccum._loss.torch_losses import everything_counts
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ _COMPILED = "CompiledFunctionBackward"  # the node of compiled code, whose graph
 
 class Alone:
     """A micro-batch that is the whole window, so that every loss is as it is."""
+
+    # Returns what the only loss adds, given its name, its value and the samples, or None where that is not seen at
+    # once; None where losses have to be looked at.
+    weigh_at_once: Callable[[str, Tensor, int], Tensor | None] | None = None
 
     def __init__(self, knowledge: LossKnowledge) -> None:
         self._knowledge = knowledge
@@ -62,6 +67,47 @@ class Alone:
         return Number(1.0, 1.0)
 
 
+class BySamples(Alone):
+    """Micro-batches of a window in which every loss is a mean over samples."""
+
+    def __init__(self, knowledge: LossKnowledge, samples: int) -> None:
+        self._knowledge = knowledge
+        self._samples = samples
+        self._share = 1.0
+        self.weigh_at_once = self._at_once
+
+    def enter(self, start: int, samples: int, batch: Any) -> None:  # noqa: ARG002 - as of a window
+        """Begin the micro-batch of so many samples."""
+        self._share = samples / self._samples
+
+    def weigh(self, loss: LossValue) -> Tensor:
+        """Return what a loss of the micro-batch adds to the window's.
+
+        Raises:
+            RecheckWindow: It states a weight.
+        """
+        if loss.is_sum:
+            raise RecheckWindow(changed(loss.name, "is a (sum, weight) pair, and was not there when it was checked"))
+        return loss.value if self._share == 1.0 else loss.value * self._share
+
+    def _at_once(self, _name: str, value: Tensor, samples: int) -> Tensor:
+        return value if samples == self._samples else value * (samples / self._samples)
+
+    def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
+        """As for `WindowWeights`."""
+        return Number(self._share, self._share)
+
+
+def go_by_samples(knowledge: LossKnowledge, loss: object, window: Window) -> bool:
+    """Whether every loss of a window is a mean over its samples: all targets count, or the arguments say it."""
+    if knowledge.is_torch_loss:
+        (known,) = next(iter(knowledge.summands.values()))
+        is_mean = known.reduction is Reduction.MEAN
+        return is_mean and window.is_known_pair and everything_counts(loss, window.plain_batch())
+    is_stated = knowledge.default is BY_SAMPLES and bool(knowledge.summands)
+    return is_stated and all(known is BY_SAMPLES for _, known in knowledge.items())
+
+
 class Number(NamedTuple):
     """How a number counts that is reported beside the losses of a micro-batch.
 
@@ -84,6 +130,11 @@ class WindowWeights:
         totals: Of the whole window, of which these samples are a part, or of an earlier pass; None if not known.
         has_to_pass: Whether processes run passes together: a loss in which nothing counts has a backward pass all the
             same, and nothing that one of them reads makes its predictions differ from the others'.
+        compares: Whether what cross entropy counts is compared with what the batch counts, which it seldom differs
+            from.
+
+    Attributes:
+        weigh_at_once: As for `Alone`; for a mean over classes.
     """
 
     def __init__(
@@ -93,6 +144,7 @@ class WindowWeights:
         totals: Totals | None = None,
         *,
         has_to_pass: bool = False,
+        compares: bool = True,
     ) -> None:
         self._knowledge = knowledge
         self._window = window
@@ -104,7 +156,8 @@ class WindowWeights:
         self._weights: dict[SummandKey, SummandWeights] = {}
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._parts: list[MicroBatch] = []
-        self._only: SummandWeights | None = None  # of `weigh_at_once`
+        is_read = [known.kind for _, known in knowledge.items()] == [_READ]
+        self.weigh_at_once = self._at_once if is_read and not compares and totals is None else None
         self._is_nested = window.is_nested
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
@@ -130,26 +183,21 @@ class WindowWeights:
         if not loss.value.requires_grad:
             return loss.value  # the caller says of a loss that it has no gradient
         known = self._known(loss)
+        if self.weigh_at_once is not None and (value := self.weigh_at_once(loss.name, loss.value, 0)) is not None:
+            return value
         summands = self._summands(loss, known)
         factors = [self._factor(loss, n, known[n], summand) for n, summand in enumerate(summands)]
         return self._scaled(loss, summands, factors, has_sum=not all(one.is_weighed for one in known))
 
-    def weigh_at_once(self, name: str, value: Tensor) -> Tensor | None:
-        """Return what a mean over classes adds that is the only loss, as `weigh` does; None for any other.
-
-        Without `enter`: nothing has to be compared.
-        """
+    def _at_once(self, name: str, value: Tensor, _samples: int) -> Tensor | None:
+        """Return what a mean over classes adds; None for anything else."""
         weight = weight_at_once(value)
         if not weight:
             return None
-        if self._only is None:
-            knowledge, key = self._knowledge, (name, 0)
-            known = knowledge.summands.get(name, ())
-            if len(knowledge.items()) > 1 or len(known) != 1 or known[0].kind != _READ:
-                return None
-            self._only = self._of(key)
-        self._only.found.append(weight)
-        return value * (weight / self._only.prediction)
+        only = self._of((name, 0))
+        only.found.append(weight)
+        only.divisor = weight
+        return value * (weight / only.prediction)
 
     def note(self, loss: LossValue) -> list[Any]:
         """Note the weights of a loss, in a pass that goes forward alone; return what each summand is divided by."""

@@ -15,7 +15,7 @@ from autoaccum._data.loader_memory import of_order
 from autoaccum._data.loader_state import Track
 from autoaccum._data.regrouping import TOKENS_ARE
 from autoaccum._data.splits import is_default
-from autoaccum._engine import step_complete
+from autoaccum._engine.window_runner import as_step_complete
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._training.checkpoint_contents import LoopState
 from autoaccum.errors import InvalidInputError
@@ -217,7 +217,7 @@ class TrainingProgress:
             if ends_epoch and not position.closed:
                 self._schedule.after("epoch")
         except Exception as error:
-            raise step_complete.wrapped(error, state.windows, has_moved=False) from error
+            raise as_step_complete(error, state.windows, has_moved=False) from error
         if ends_epoch and self._ends_here:  # the epoch may have more windows
             position = replace(position, closed=True)
         elif ends_epoch:

@@ -22,6 +22,7 @@ def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(cr
     assert_trained_as(found, expected)
     assert found[0]["oom"] == 1
     assert {len(one["cuts"][1]) for one in found} == {cut}
+    assert max(max(one["recomputed"]) for one in found) == 8  # the samples of a rank
 
 
 @pytest.mark.parametrize(

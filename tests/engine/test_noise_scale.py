@@ -52,7 +52,7 @@ def runner_of(model, sizes, loss, *, lr=0.0, **options):
 
 
 def recorded(runner):
-    runner._runner._noise = runner._runner.engine._careful._noise = Recorded()
+    runner._runner._noise = runner._runner.engine._micro_batches._noise = Recorded()
     return runner._runner._noise
 
 

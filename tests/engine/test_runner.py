@@ -58,6 +58,46 @@ def test_what_a_failed_window_wrote_is_put_back_in_scripted_modules(fails_at):
     assert model.body[1].num_batches_tracked == made
 
 
+def test_module_that_is_swapped_in_between_two_windows_keeps_no_gradients(capsys):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    runner = autoaccum.Runner(model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(8, 4), device="cpu")
+    batch = torch.randn(8, 4), torch.randint(2, (8,))
+    for _ in range(5):
+        runner.step(batch)
+    model[1] = nn.Linear(4, 2)
+
+    runner.step(batch)
+
+    assert model[1].weight.grad is None
+    assert "2 parameters that need a gradient are not in the optimizer" in capsys.readouterr().err
+
+
+class Counting(nn.Linear):
+    """Counts its forward passes in a buffer."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.passes += 1
+        return super().forward(inputs)
+
+
+def test_buffers_of_a_module_that_comes_later_are_put_back_after_a_check_of_the_loss():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 4), loss=lambda outputs, _: outputs.square().mean())
+    batch = torch.randn(12, 4), torch.randint(2, (12,))
+    for _ in range(3):
+        runner.step(batch)
+    model[1] = Counting()
+
+    runner.step(batch)
+
+    assert model[1].passes == 3
+
+
 def test_frozen_weights_of_eight_bits_are_watched():
     class Quantised(nn.Linear):
         def __init__(self):

@@ -1,12 +1,11 @@
-"""The careful path through a window: every check, every form of loss, every size that is still to be found.
+"""Runs the micro-batches of a window, forward and backward: the one loop that every window takes.
 
-The first windows of each structure take it, and later ones now and then; so do windows that the steady path does not
-know: losses that are pairs, vectors or several, sizes that are searched for, models that communicate in their passes.
+What only some windows need is a hook before or after each micro-batch: sizes that are measured, BatchNorm's momentum,
+the noise of gradients. How losses are weighed is chosen before the first micro-batch.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +13,26 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import copied
+from autoaccum._engine.due_checks import is_number_due
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._engine.steady import is_number_due
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.explaining import OF_SPLIT
+from autoaccum._loss.knowledge import RecheckWindow, changed
+from autoaccum._loss.loss_values import LossValue
 from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum._loss.summands import is_same
-from autoaccum._loss.window_weights import Alone, WindowWeights
+from autoaccum._loss.window_weights import Alone, BySamples, WindowWeights, go_by_samples
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
-    from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.forward_backward import GradientStep, Lane
     from autoaccum._engine.gradients import Progress
     from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import Peers
@@ -40,13 +41,17 @@ if TYPE_CHECKING:
     from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.sizing import Sizing
 
+    Hook = Callable[[int], object]  # called with the size of a micro-batch
+    Weigh = Callable[[Any, Any, int], Tensor | None]  # as of a `Lane`
+    WeighAtOnce = Callable[[str, Tensor, int], Tensor | None]  # as of `Alone`
+
 # The relative difference of sums of split.weight that rounding may cause.
 _ADDS_UP = 1e-6
 # Samples of a check of a model: two odd parts, since a model may take pairs.
 _OF_A_MODEL = 6
 
 
-class CarefulPath:
+class MicroBatches:
     """Runs the micro-batches of windows, and leaves their gradient in `.grad`.
 
     Catches only lack of memory for a check that the training does not need.
@@ -69,94 +74,133 @@ class CarefulPath:
         self._noise = noise
         self._windows_due = 0  # with a loss of torch
         self._adds_up = False  # whether the split's weight was seen to
+        self._is_number = True  # whether the loss of a pair was a number in all windows
         # Of the state before losses are tried on a few samples.
         self._before_trying = savepoint.like_it()
         self._whole = WholeWindow(step, savepoint) if step.options.loss_scope == "window" else None
 
     def run(
-        self, window: Window, at: Progress, totals: Totals | None, *, is_first: bool, measures_noise: bool
+        self, window: Window, at: Progress, totals: Totals | None, *, is_due: bool, measures_noise: bool
     ) -> PartResult:
-        """Run a window, or this process's part, from its start; `totals` predict, or are, the weights of all parts."""
+        """Run a window, or this process's part, from its start.
+
+        Args:
+            window: The samples.
+            at: Follows the micro-batches.
+            totals: Predict, or are, the weights of all parts; None if nothing is known of other parts.
+            is_due: Whether the window is due for all checks.
+            measures_noise: Whether to measure the noise of its gradient.
+        """
         if self._whole is not None:
-            return self._run_whole(self._whole, window, at, is_first=is_first)
-        step, sizing, given = self._step, self._sizing, PartResult(window.samples)
+            return self._run_whole(self._whole, window, at, is_due=is_due)
+        step, sizing, stage, given = self._step, self._sizing, self._step.stage, PartResult(window.samples)
         noise = self._noise if measures_noise else None
+        run = step.run if step.passes is None else step.run_with_others
         weights: Alone | WindowWeights | None = None
-        first_norm: Tensor | None = None
+        lanes: list[Lane] = []
+        first_norm: list[Tensor] = []
+        before, after = self._hooks(window, None if noise is None else first_norm)
         while at.done < window.samples:  # once, but where each micro-batch decides the size of the next
-            step.stage.phase, at.size = Phase.WEIGH, None
-            sizes, before = sizing.cut(at.done), len(at.sizes)
+            stage.phase, at.size, earlier = Phase.WEIGH, None, len(at.sizes)
+            sizes = sizing.cut(at.done)
             if noise is not None:
                 sizes = self._cut_to_measure(noise, sizes)
-            at.sizes = (*at.sizes[:before], *sizes)
+            at.sizes = (*at.sizes[:earlier], *sizes)
             if weights is None:
-                self._check_losses(window, at, sizes, is_first=is_first)
-                weights = self._weights_of(window, at, totals)
-            if sizing.is_learning and noise is None:
+                self._check_losses(window, at, sizes, is_due=is_due)
+                weights = self._weights_of(window, at, totals, is_due=is_due, is_plain=noise is None)
+                lanes = self._lanes(window, weights, given, at, is_due=is_due)
+            if sizing.measures and sizing.is_learning and noise is None:
                 sizes = sizes[:1]  # its measurement decides the next size
-            starts = tuple(accumulate(sizes[:-1], initial=at.done))
-            feed = step.transfer.feed(window, sizes, starts)
-            with closing(feed):
-                for size, start in zip(sizes, starts, strict=True):
-                    at.size, sizing.start = size, start
-                    self._one(feed, window, size, start, weights, given)
-                    if noise is not None and first_norm is None:
-                        first_norm = self._squared_norm()
-                    at.done += at.size
-            at.sizes = at.sizes[: before + len(sizes)]
+            with step.transfer.feed(window, sizes, at.done) as feed:
+                for size in sizes:
+                    at.size, sizing.start, stage.phase = size, at.done, Phase.TRANSFER
+                    for hook in before:
+                        hook(size)
+                    run(next(feed), size, lanes)
+                    for hook in after:
+                        hook(size)
+                    at.done += size
+            at.sizes = at.sizes[: earlier + len(sizes)]
         at.size = None
         if given.doubt is None and isinstance(weights, WindowWeights):
             weights.finish()
             given.weights = weights
-            given.spread = None if first_norm is None else self._spread(first_norm, weights, window.samples)
+            given.spread = self._spread(first_norm[0], weights, window.samples) if first_norm else None
         return given
 
-    # --- micro-batches ------------------------------------------------------------------------------------------------
+    def _hooks(self, window: Window, first_norm: list[Tensor] | None) -> tuple[list[Hook], list[Hook]]:
+        """Return what this window needs before and after each micro-batch.
 
-    def _one(
-        self,
-        feed: Generator[Any, None, None],
-        window: Window,
-        size: int,
-        start: int,
-        weights: Alone | WindowWeights,
-        into: PartResult,
-    ) -> None:
-        """Run the next micro-batch forward and backward."""
-        step, sizing = self._step, self._sizing
-        self._enter(size, window.samples)
-        step.stage.phase = Phase.TRANSFER
-        step.accumulate(next(feed), size, weights, into, start=start)
-        if sizing.measures:
-            sizing.leave(size)
-
-    def _enter(self, size: int, samples: int) -> None:
+        Args:
+            window: The samples.
+            first_norm: Gets the squared norm of the first micro-batch's gradient; None if nobody asks for it.
+        """
+        before: list[Hook] = []
+        after: list[Hook] = []
         if self._norms.rescales:
-            self._norms.rescale(size / samples)
+            before.append(lambda size: self._norms.rescale(size / window.samples))
         if self._sizing.measures:
-            self._sizing.enter(size)
+            before.append(self._sizing.enter)
+            after.append(self._sizing.leave)
+        if first_norm is not None:
+            after.append(lambda _: first_norm.extend([] if first_norm else [self._squared_norm()]))
+        return before, after
 
-    def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_first: bool) -> PartResult:
+    def _lanes(
+        self, window: Window, weights: Alone | WindowWeights, given: PartResult, at: Progress, *, is_due: bool
+    ) -> list[Lane]:
+        """Return how micro-batches run: plainly where the loss of a pair was a number, and is weighed at once."""
+        step, calls = self._step, self._step.objective.calls
+        is_plain = calls.takes_pairs and self._is_number and window.is_known_pair and not (is_due or step.keeps_outputs)
+        if is_plain and step.passes is None and (at_once := weights.weigh_at_once) is not None:
+            return [(calls.of_pair, self._plainly(at_once, weights, given, at))]
+        return step.lanes(weights, given, at)
+
+    def _plainly(
+        self, weigh_at_once: WeighAtOnce, weights: Alone | WindowWeights, given: PartResult, at: Progress
+    ) -> Weigh:
+        """Return what weighs the only loss of a pair at once; as any other where that cannot be."""
+        name = next(iter(self._step.objective.knowledge.summands))
+        losses = given.loss(name)
+
+        def weigh(value: Any, batch: Any, samples: int) -> Tensor | None:
+            if not (isinstance(value, Tensor) and not value.dim() and value.requires_grad):
+                self._is_number = False
+                raise RecheckWindow(changed(name, "is no number with a gradient, and was one in earlier windows"))
+            loss = weigh_at_once(name, value, samples)
+            if loss is None:
+                ((_, otherwise),) = self._step.lanes(weights, given, at)
+                return otherwise(([LossValue(name, value)], None), batch, samples)
+            # Without a factor, it may be a buffer that the next micro-batch overwrites.
+            losses.append(loss.detach() if loss is not value or samples == given.samples else loss.detach().clone())
+            return loss
+
+        return weigh
+
+    def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_due: bool) -> PartResult:
         """Run a window whose loss is computed over all of it."""
         at.sizes = self._sizing.cut(0)
+        before, _ = self._hooks(window, None)
 
         def enter(start: int, size: int | None) -> None:
             at.size, at.done = size, max(at.done, start)
             if size is not None:
                 self._sizing.start = start
-                self._enter(size, window.samples)
+                for hook in before:
+                    hook(size)
 
-        given = whole.run(window, at.sizes, entering=enter, is_first=is_first)
+        given = whole.run(window, at.sizes, entering=enter, is_first=is_due)
         at.size = None
         return given
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def _check_losses(self, window: Window, at: Progress, sizes: Sequence[int], *, is_first: bool) -> None:
+    def _check_losses(self, window: Window, at: Progress, sizes: Sequence[int], *, is_due: bool) -> None:
         """Try the losses on a few samples, where it is not known yet how they weigh them, or it is time again."""
         step, is_part, on_all = self._step, self.peers.is_part, self.peers.samples_to_try
         # Parts of windows are tried in the same windows on all ranks.
-        is_due = on_all is not None if is_part else is_first
+        is_due = on_all is not None if is_part else is_due
         if is_due and step.objective.knowledge.is_torch_loss:  # whatever the structure of windows
             self._windows_due += 1
             is_due = is_number_due(self._windows_due)
@@ -186,17 +230,22 @@ class CarefulPath:
         self._before_trying.forget()
         step.memory.trim()  # the window needs it
 
-    def _weights_of(self, window: Window, at: Progress, totals: Totals | None) -> Alone | WindowWeights:
-        """Return what weighs the losses of a window, or of this process's part of it."""
+    def _weights_of(
+        self, window: Window, at: Progress, totals: Totals | None, *, is_due: bool, is_plain: bool
+    ) -> Alone | WindowWeights:
+        """Return what weighs the losses of a window, or of this process's part of it; `is_plain` for its loss alone."""
         knowledge, is_part = self._step.objective.knowledge, self.peers.is_part
-        knowledge.refuse_number(window, is_part=is_part)
+        if window.kinds is None:
+            knowledge.refuse_number(window, is_part=is_part)
+        if is_plain and not is_part and go_by_samples(knowledge, self._step.objective.calls.loss, window):
+            return BySamples(knowledge, window.samples)
         if len(at.sizes) == 1 and not is_part:
             return Alone(knowledge)
         if knowledge.default is not None and OF_SPLIT in knowledge.default.hints and not self._adds_up:
             self._check_split(window, at.sizes)
         if self.peers.runs_forward_first() and not (totals is not None and totals.is_exact):
             totals = self.peers.totals_of(self._run_forward(window, at), window.samples)
-        return WindowWeights(knowledge, window, totals, has_to_pass=self._step.passes is not None)
+        return WindowWeights(knowledge, window, totals, has_to_pass=self._step.passes is not None, compares=is_due)
 
     def _check_split(self, window: Window, sizes: Sequence[int]) -> None:
         """Reject a split whose weight does not add up, in the first window that is cut."""
@@ -217,7 +266,7 @@ class CarefulPath:
         has_graphs = not step.objective.knowledge.states_all
         self._before_trying.take(with_attributes=True)
         step.stage.phase = Phase.FORWARD
-        with torch.set_grad_enabled(has_graphs), closing(step.transfer.feed(window, at.sizes)) as feed:
+        with torch.set_grad_enabled(has_graphs), step.transfer.feed(window, at.sizes) as feed:
             for size, start in zip(at.sizes, starts, strict=True):
                 at.size, self._sizing.start = size, start
                 batch = copied(next(feed))
