@@ -81,12 +81,10 @@ def check_loss(loss: object) -> None:
             raise InvalidInputError(f"loss={shown(loss)}: a list of losses must hold callables of (model, batch)")
         for one in loss:
             check_function("loss", one, "model, batch")
-        calling_conventions.check_list(loss)
     elif loss is not None and not callable(loss):
         raise InvalidInputError(f"loss={shown(loss)} cannot be called; pass a torch.nn loss, a function or a list")
     elif loss is not None:
         check_function("loss", loss, "outputs, targets")
-        calling_conventions.check_single(loss)
 
 
 def no_gradient(names: Iterable[str]) -> InvalidInputError:
