@@ -57,12 +57,7 @@ def compare(
     if len({len(one.summands) for one in (whole, *parts)}) > 1:
         whole, parts = whole.as_one(), [part.as_one() for part in parts]
     runs = [whole, *parts]
-    found = [_Compared(number, runs, tolerance, spread).known() for number in range(len(whole.summands))]
-    is_misread = found[0].reduction is Reduction.UNCONFIRMED and found[0].source is Source.GRAPH
-    if is_misread and spread is None and len(found) == 1 and not whole.is_stated:
-        other = _Compared(0, [one.as_one() for one in runs], tolerance, None).known()
-        found = found if other.reduction is Reduction.UNCONFIRMED else [other]
-    return found
+    return [_Compared(number, runs, tolerance, spread).known() for number in range(len(whole.summands))]
 
 
 class _Compared:
