@@ -469,7 +469,7 @@ def _sendable(window: Window, most: int) -> tuple[list[Any], dict[Count, float]]
     Nothing, if they cannot be pickled; and no counts, where a split would have to join all samples for them.
     """
     try:
-        chosen, _ = next(choices(window, most, most), (window.part(0, 1), 0))
+        chosen, _ = next(choices(window, most), (window.part(0, 1), 0))
         found = copied(chosen.raw()) if most else []
         pickle.dumps(found)
         wanted = frozenset(counts_in(window.cut(0, 1), 1)) if window.is_nested else frozenset()

@@ -207,7 +207,7 @@ class ShardedRankPeers(RankPeers):
         # No more than a pass of the training, and the same on all ranks, whose parts may differ in size.
         passes = self.ranks.exchange("size", self._sizing.plan.micro_batch if window.samples else None)
         most = max(_LEAST, min(size for size in passes if size is not None))
-        asked, _ = next(choices(asked, most, most), (asked.part(0, most), 0))
+        asked, _ = next(choices(asked, most), (asked.part(0, most), 0))
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=False):

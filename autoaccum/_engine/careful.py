@@ -166,15 +166,15 @@ class CarefulPath:
         if knowledge.is_checked and (knowledge.is_checked_now or (is_part and not is_due)):
             return
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        self._try_losses(on_all or window, larger=max(sizes, default=0))
+        self._try_losses(on_all or window)
         at.size = None
 
-    def _try_losses(self, window: Window, *, larger: int) -> None:
+    def _try_losses(self, window: Window) -> None:
         step, knowledge = self._step, self._step.objective.knowledge
         # With a loss of torch, the training does not need the check, which takes no memory that is not there.
         at_most = _OF_A_MODEL if knowledge.is_torch_loss else MOST_SAMPLES
         try:
-            step.check_losses(window, self._before_trying, at_most=at_most, larger=larger)
+            step.check_losses(window, self._before_trying, at_most=at_most)
         except Exception as error:
             if not (knowledge.is_torch_loss and is_oom(error)):
                 raise

@@ -168,7 +168,6 @@ class Objective:
         parameters: Sequence[nn.Parameter] = (),
         *,
         at_most: int = MOST_SAMPLES,
-        larger: int = 0,
     ) -> None:
         """Try the losses on a few samples of a window, and learn how they weigh samples.
 
@@ -181,7 +180,6 @@ class Objective:
             autocast: Returns the context that the model runs in.
             parameters: The parameters whose gradients are compared.
             at_most: The most samples to try.
-            larger: The most to try where nothing counts in those.
         """
         most, self._most, self._gave_no_loss = self._most, self._most // 2, False
         knowledge, modules = self.knowledge, self.modules
@@ -197,7 +195,7 @@ class Objective:
         mark.take(with_attributes=True)
         try:
             with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._noting_own_loss():
-                checked = trial.run(window, min(most, at_most), larger)
+                checked = trial.run(window, min(most, at_most))
                 found = trial.alone(window) if checked is None else checked
         finally:
             mark.restore()

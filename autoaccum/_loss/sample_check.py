@@ -73,27 +73,20 @@ class LossCheck:
     _open: dict[str, bool] = field(default_factory=dict)  # losses that no choice confirmed: is their graph trusted?
     _passes: int = 0
 
-    def run(self, window: Window, most: int, larger: int) -> dict[str, list[Known]] | None:
+    def run(self, window: Window, most: int) -> dict[str, list[Known]] | None:
         """Return the summands of each loss, by name; None if the window has no two samples to try.
 
         Args:
             window: The window.
             most: The most samples to try.
-            larger: What further choices may grow to, where those do not confirm a loss of which nothing is known.
 
         Raises:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
         has_tried = False
-        for sample, first in choices(window, most, larger):
-            try:
-                for source in self.passes:
-                    self._try(source, sample, first)
-            except Exception as error:
-                if not has_tried or not _oom.is_oom(error):
-                    raise
-                _oom.let_go(error)  # the choice was of more samples
-                break
+        for sample, first in choices(window, most):
+            for source in self.passes:
+                self._try(source, sample, first)
             has_tried = True
             if all(name in self.knowledge.summands for name in self._open):
                 break
