@@ -210,8 +210,8 @@ class SteadyPath:
         model = calls.model
         loss_of: Any = calls.loss
         kinds = window.kinds
-        is_flat = kinds is not None and kinds[1] is None  # a tuple or a list of tensors
-        is_pair = is_flat and calls.takes_pairs and len(kinds) == _KINDS_OF_PAIR
+        is_of_two = kinds is not None and kinds[1] is None and len(kinds) == _KINDS_OF_PAIR  # tensors in no mapping
+        is_pair = is_of_two and calls.takes_pairs
         known, knowledge, samples = self._now, objective.knowledge, window.samples
         plain = window.plain_batch() if window.kinds is not None else None
         name = known.name
@@ -221,7 +221,7 @@ class SteadyPath:
         is_whole = len(sizes) == 1 and not self._is_part
         if not is_whole and not known.may_cut:
             raise NotSteadyError
-        all_count = is_flat and not self._is_part and everything_counts(loss_of, plain)
+        all_count = is_of_two and not self._is_part and everything_counts(loss_of)
         knowledge.begin_window()
         # Where everything counts, micro-batches count by their samples.
         by_samples = all_count and knowledge.is_torch_loss and knowledge.summands[name][0].reduction is Reduction.MEAN

@@ -33,16 +33,10 @@ def kind_of(loss: object) -> Any:
     return kind if getattr(kind, "__hash__", None) is not None and kind in _OF_TORCH else None
 
 
-def everything_counts(loss: object, batch: Any) -> bool:
-    """Whether the mean of a loss runs over all targets of a pair, as can be seen without waiting for a device."""
+def everything_counts(loss: object) -> bool:
+    """Whether the mean of a loss runs over all targets, whatever they are."""
     kind = kind_of(loss)
-    if kind in _OF_CLASSES:
-        targets = batch[-1]
-        weight, ignored = getattr(loss, "weight", None), getattr(loss, "ignore_index", -100)
-        if weight is not None or ignored >= 0 or targets.is_floating_point():
-            return False
-        return targets.is_cpu and targets.numel() > 0 and bool(targets.numpy().min() >= 0)
-    return kind is not None and len(batch) == len(("inputs", "targets"))
+    return kind is not None and kind not in _OF_CLASSES
 
 
 def of_torch(loss: object) -> Known | None:
