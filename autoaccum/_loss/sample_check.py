@@ -19,9 +19,8 @@ import torch
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import counts_in, counts_of
-from autoaccum._loss.comparison import compare
+from autoaccum._loss.comparison import by_graph, compare, guess_of, is_told, of_singles, says_nothing
 from autoaccum._loss.graph_reader import ReadTerm
-from autoaccum._loss.guesses import by_graph, guess_of, is_told, of_singles, says_nothing
 from autoaccum._loss.loss_values import no_mean, not_finite
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
