@@ -13,9 +13,8 @@ from autoaccum._arguments import check_function
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_entries import TOTAL
 from autoaccum._loss.loss_sources import Loss, Source, check_loss, sources_of
-from autoaccum._loss.loss_values import describe, is_pair
+from autoaccum._loss.loss_values import TOTAL, describe, is_pair
 from autoaccum._loss.torch_losses import ELEMENTWISE, by_default, check_same_shape, has_classes_last, kind_of, own_loss
 from autoaccum.errors import InvalidInputError
 

@@ -10,7 +10,7 @@ from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.explaining import OF_SPLIT
-from autoaccum._loss.loss_entries import TOTAL
+from autoaccum._loss.loss_values import TOTAL
 from autoaccum._loss.summands import ADDED, BY_SAMPLES, Known
 from autoaccum.errors import InvalidInputError
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import as_leaf, map_tensors
 from autoaccum._loss.knowledge import LossKnowledge
-from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_sources import Source, check_loss_reduction, stated_by
-from autoaccum._loss.loss_values import LossValue, describe, loss_value, reported_value
+from autoaccum._loss.loss_values import TOTAL, Entries, LossValue, describe, loss_value, reported_value
 from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
 from autoaccum._loss.observation import FOUR_BYTES
 from autoaccum._loss.sample_check import LossCheck

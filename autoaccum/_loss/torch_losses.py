@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum._loss.batch_counts import ELEMENTS, LABELS, TARGETS
-from autoaccum._loss.loss_entries import TOTAL
+from autoaccum._loss.loss_values import TOTAL
 from autoaccum._loss.summands import ADDED, BY_SAMPLES, Known, Reduction
 from autoaccum.errors import InvalidInputError
 
