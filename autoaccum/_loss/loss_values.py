@@ -45,11 +45,6 @@ class LossValue:
     is_reported: bool = False
     may_be_nan: bool = False
 
-    @property
-    def is_vector(self) -> bool:
-        """Whether it was one loss for each sample."""
-        return self.weight is not None and not self.is_sum
-
 
 def loss_value(name: str, raw: Any, samples: int, *, summed: bool) -> LossValue:
     """Convert what a loss returned.
