@@ -211,13 +211,12 @@ class CarefulPath:
         self._adds_up = len(sizes) > 1
 
     def _run_forward(self, window: Window, at: Progress) -> dict[SummandKey, float]:
-        """Return the weights of a window's summands, by forward passes alone: with graphs, unless all are stated."""
+        """Return the weights of a window's summands, by forward passes alone, with graphs."""
         step, starts = self._step, accumulate(at.sizes[:-1], initial=0)
         weights = WindowWeights(step.objective.knowledge, window)
-        has_graphs = not step.objective.knowledge.states_all
         self._before_trying.take(with_attributes=True)
         step.stage.phase = Phase.FORWARD
-        with torch.set_grad_enabled(has_graphs), closing(step.transfer.feed(window, at.sizes)) as feed:
+        with closing(step.transfer.feed(window, at.sizes)) as feed:
             for size, start in zip(at.sizes, starts, strict=True):
                 at.size, self._sizing.start = size, start
                 batch = copied(next(feed))

@@ -92,11 +92,6 @@ class LossKnowledge:
         return not self.runs_forward_first and all(known.number is None for _, known in self.items())
 
     @property
-    def states_all(self) -> bool:
-        """Whether every loss states its weight, or the arguments do."""
-        return all(known.source is not Source.GRAPH for _, known in self.items())
-
-    @property
     def adds_all(self) -> bool:
         """Whether every loss is a sum, so that micro-batches are added."""
         return not any(known.is_weighed for _, known in self.items())
