@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CALLS_USER_CODE = True  # for own_code.raised_here
 
 # For recognising (inputs, targets) as `is_pair` does, inlined because it is done for every micro-batch.
-_PAIRS, _PAIR = (tuple, list), 2
+PAIRS, PAIR = (tuple, list), 2
 
 
 class _NoLossError(InvalidInputError):
@@ -125,7 +125,7 @@ class Calls:
                 if not self.may_lack_loss:
                     raise
                 return {}
-        elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
+        elif isinstance(batch, PAIRS) and len(batch) == PAIR:
             if self.kind in ELEMENTWISE:
                 check_same_shape(outputs, batch[1], self.kind.__name__)
             try:
@@ -201,7 +201,7 @@ class Calls:
         model = self.model
         inputs: list[Any] = [batch]
         entries: dict[str, Any] = {}
-        if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
+        if isinstance(batch, PAIRS) and len(batch) == PAIR:
             inputs = [batch[0]]
         elif isinstance(batch, Mapping):
             accepted = None if self.loss is None else self._accepted

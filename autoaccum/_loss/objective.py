@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.nesting import as_leaf, map_tensors
+from autoaccum._loss.calls import PAIR, PAIRS
 from autoaccum._loss.knowledge import LossKnowledge
 from autoaccum._loss.loss_sources import Source, check_loss_reduction, stated_by
 from autoaccum._loss.loss_values import TOTAL, Entries, LossValue, describe, loss_value, reported_value
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
-
-# For recognising (inputs, targets) as `is_pair` does, inlined because it is done for every micro-batch.
-_PAIRS, _PAIR = (tuple, list), 2
 
 
 class Objective:
@@ -116,7 +114,7 @@ class Objective:
     def number_of(self, batch: Any) -> Any:
         """Run the only source on one micro-batch, and return its only loss as it is."""
         calls = self.calls
-        if calls.takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
+        if calls.takes_pairs and isinstance(batch, PAIRS) and len(batch) == PAIR:
             return calls.loss(calls.model(batch[0]), batch[1])  # type: ignore[operator,misc]
         raw = calls.sources[0].run(calls, batch)[0]
         self._take_choice()
