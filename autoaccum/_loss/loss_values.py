@@ -190,15 +190,11 @@ class Entries:
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
         self._roles: dict[str, bool] = {}  # whether each name is a loss
-        self._asked: set[str] = set()
 
     def needs_graphs(self, raw: Mapping[str, Any], total: str) -> bool:
-        """Whether only graphs, which the caller has disabled, would tell the roles; True once for each name."""
-        if torch.is_grad_enabled() or len(raw) == 1 or raw.get(total) is not None:
-            return False
-        unknown = raw.keys() - self._roles.keys() - self._asked
-        self._asked |= unknown
-        return bool(unknown)
+        """Whether only graphs, which the caller has disabled, would tell the roles."""
+        is_told = torch.is_grad_enabled() or len(raw) == 1 or raw.get(total) is not None
+        return not is_told and not raw.keys() <= self._roles.keys()
 
     def added(self, raw: Mapping[str, Any], total: str) -> set[str]:
         """Return the names of the entries that sum to the loss."""
