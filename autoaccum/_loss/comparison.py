@@ -14,7 +14,7 @@ import torch
 
 from autoaccum._loss.batch_counts import ELEMENTS, LABELS, POSITIVE, SAMPLES, SHIFTED, SUM
 from autoaccum._loss.observation import differ
-from autoaccum._loss.summands import SAME_WEIGHT, Known, Reduction, Source, by_samples, hinted, hints_of, is_same
+from autoaccum._loss.summands import BY_SAMPLES, SAME_WEIGHT, Known, Reduction, Source, hinted, hints_of, is_same
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ class _Compared:
         if is_read and (mean := self._mean(weights)) is not None:
             return mean
         if self._is_constant():
-            return by_samples(Reduction.CONSTANT)
+            return replace(BY_SAMPLES, reduction=Reduction.CONSTANT)
         if not is_read:
             return self._unread()
         if all(is_same(one, weights[0]) for one in weights) and self._is_sum():
@@ -96,7 +96,7 @@ class _Compared:
         shares = [run.samples / self._runs[0].samples for run in self._runs[1:]]
         mean = _sum([share * part for share, part in zip(shares, parts, strict=True)])
         adds = float((_sum(parts) - whole).norm()) < float((mean - whole).norm())
-        return replace(by_samples(Reduction.UNCONFIRMED), adds=adds)
+        return replace(BY_SAMPLES, reduction=Reduction.UNCONFIRMED, adds=adds)
 
     def _mean(self, weights: Sequence[float]) -> Known | None:
         """Return a summand whose weights add up, but for those of max(k, n); None if they do not."""
