@@ -183,7 +183,7 @@ class SteadyPath:
         held = map(_VALUES, self._tables) if step.optimizer is None else map(_PARAMETERS, step.optimizer.param_groups)
         return (
             list(map(id, chain.from_iterable(held))),
-            self._objective.model.training,
+            self._objective.calls.model.training,
             self._objective.settings(),
             torch.is_autocast_enabled(step.memory.device.type),
             id(step.scale),

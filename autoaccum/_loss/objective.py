@@ -75,11 +75,6 @@ class Objective:
         self._read_settings()
 
     @property
-    def model(self) -> nn.Module:
-        """The model."""
-        return self.calls.model
-
-    @property
     def split(self) -> Split:
         """Counts, cuts and joins batches."""
         return self.calls.split
@@ -203,10 +198,10 @@ class Objective:
     @contextmanager
     def _noting_own_loss(self) -> Iterator[None]:
         """Note whether a closure returns the loss that the model has computed, as model(**batch).loss is."""
-        if not self.calls.is_closure or isinstance(self.model, torch.jit.ScriptModule):
+        if not self.calls.is_closure or isinstance(self.calls.model, torch.jit.ScriptModule):
             yield
             return
-        handle = self.model.register_forward_hook(lambda _module, _inputs, outputs: self._own.append(outputs))
+        handle = self.calls.model.register_forward_hook(lambda _module, _inputs, outputs: self._own.append(outputs))
         try:
             yield
         finally:
