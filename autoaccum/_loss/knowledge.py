@@ -107,10 +107,6 @@ class LossKnowledge:
         kinds = [{one.reduction for one in known} for known in self.summands.values()]
         return any({Reduction.UNCONFIRMED, Reduction.SUM} <= found for found in kinds)
 
-    def forget(self, name: str) -> None:
-        """Forget a loss, which is only reported."""
-        self.summands.pop(name, None)
-
     def refuse_number(self, window: Window, *, is_part: bool) -> None:
         """Reject a window that is not the batch of which a sum is divided by a number.
 

@@ -267,10 +267,7 @@ class Objective:
         losses = [loss_value(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.knowledge.note(losses)
         for name, value in raw.items():
-            if name in added:
-                continue
-            self.knowledge.forget(name)  # it may have been taken for a loss
-            if value is None:
+            if name in added or value is None:
                 continue
             reported = reported_value(name, value, samples, summed=summed)
             if reported is not None:
