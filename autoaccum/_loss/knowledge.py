@@ -208,7 +208,8 @@ class LossKnowledge:
         last = (
             "or return it by its name, as (term * n, n), which counts by samples"
             if others
-            else "or pass loss_reduction='mean' to average micro-batches all the same"
+            else "or pass loss_reduction='mean' to average micro-batches all the same, as for BatchNorm without "
+            "running statistics"
         )
         if next(one for one in known if one.reduction is Reduction.UNCONFIRMED).sums_add:
             raise InvalidInputError(
