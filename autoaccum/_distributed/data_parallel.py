@@ -258,7 +258,7 @@ class RankPeers(Peers):
             weights, is_common = [part.weights for part in self.parts], not self.adds_up_gradients
             self._factors = settle(knowledge, weights, is_exact=is_exact, is_common=is_common)
         except NotSettled as wrong:
-            self.totals = self._totals(wrong.weights, self.samples, is_exact=True)
+            self.totals = Totals(wrong.weights, self.samples, is_exact=True)
             self._runs_forward = knowledge.runs_forward_first
             raise BeginAgain(self.totals) from None
 
@@ -277,10 +277,7 @@ class RankPeers(Peers):
         knowledge, in_units = self._step.objective.knowledge, self.adds_up_gradients
         mine = all_predicted(knowledge, window, in_units=in_units) if window.samples else {}
         said = self.ranks.exchange("weights", (mine, window.samples))
-        return self._totals(sums([weights for weights, _ in said]), sum(samples for _, samples in said))
-
-    def _totals(self, weights: Mapping[SummandKey, float], samples: int, *, is_exact: bool = False) -> Totals:
-        return Totals(weights, samples, is_exact)
+        return Totals(sums([weights for weights, _ in said]), sum(samples for _, samples in said))
 
     def runs_forward_first(self) -> bool:
         """As for `Peers`."""
@@ -290,7 +287,7 @@ class RankPeers(Peers):
         """As for `Peers`."""
         if self.totals is None or not self.totals.is_exact:  # otherwise a second attempt by this rank alone
             said = self.ranks.exchange("true weights", (dict(weights), samples))
-            self.totals = self._totals(
+            self.totals = Totals(
                 sums([of_rank for of_rank, _ in said]), sum(number for _, number in said), is_exact=True
             )
         return self.totals
@@ -462,7 +459,7 @@ def _sendable(window: Window, most: int) -> tuple[list[Any], dict[Count, float]]
     Nothing, if they cannot be pickled; and no counts, where a split would have to join all samples for them.
     """
     try:
-        chosen, _ = next(choices(window, most, most), (window.part(0, 1), 0))
+        chosen, _ = next(choices(window, most), (window.part(0, 1), 0))
         found = copied(chosen.raw()) if most else []
         pickle.dumps(found)
         wanted = frozenset(counts_in(window.cut(0, 1), 1)) if window.is_nested else frozenset()

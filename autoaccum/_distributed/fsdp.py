@@ -22,21 +22,19 @@ from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss.sample_choices import choices
-from autoaccum._loss.settling import Totals
 from autoaccum._loss.window_weights import Nothing
 from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from autoaccum._data.batches import Window
     from autoaccum._distributed.buckets import Outcome
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Progress, WindowResult
-    from autoaccum._loss.summands import SummandKey
 
 # BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
@@ -69,7 +67,9 @@ class ShardedRankPeers(RankPeers):
         self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
         self._held_bytes: int | None = None
-        step.passes = self
+        step.passes, scale = self, step.scale
+        # The reduction of gradients takes their mean over the ranks.
+        step.scale = lambda loss: loss * ranks.size if scale is None else scale(loss * ranks.size)
         step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
 
     def begin_attempt(self) -> None:
@@ -100,7 +100,7 @@ class ShardedRankPeers(RankPeers):
     def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
         """Sum losses and buffers; gradients have already been reduced, pass by pass."""
         correction = self._factors[self.ranks.rank]
-        self._exchange_sums(given, outcome, result, [], correction / self.ranks.size)
+        self._exchange_sums(given, outcome, result, [], correction)
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
@@ -208,7 +208,7 @@ class ShardedRankPeers(RankPeers):
         # No more than a pass of the training, and the same on all ranks, whose parts may differ in size.
         passes = self.ranks.exchange("size", self._sizing.plan.micro_batch if window.samples else None)
         most = max(_LEAST, min(size for size in passes if size is not None))
-        asked, _ = next(choices(asked, most, most), (asked.part(0, most), 0))
+        asked, _ = next(choices(asked, most), (asked.part(0, most), 0))
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=False):
@@ -217,10 +217,6 @@ class ShardedRankPeers(RankPeers):
                 step.stage.phase = Phase.WEIGH
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
                 objective.check(asked, step.transfer.place, self._mark, step.precision.autocast)
-
-    def _totals(self, weights: Mapping[SummandKey, float], samples: int, *, is_exact: bool = False) -> Totals:
-        # The reduction of gradients takes their mean over the ranks.
-        return Totals(weights, samples, is_exact, scale=float(self.ranks.size))
 
     def runs_forward_first(self) -> bool:
         """As for `Peers`: windows whose weights cannot be predicted are made again."""

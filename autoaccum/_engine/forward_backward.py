@@ -117,10 +117,10 @@ class GradientStep:
         """Return a savepoint of all that a pass may change."""
         return Savepoint(self.objective.modules, self.memory.device, self.objective.calls.functions)
 
-    def check_losses(self, samples: Window, mark: Savepoint, *, at_most: int = MOST_SAMPLES, larger: int = 0) -> None:
+    def check_losses(self, samples: Window, mark: Savepoint, *, at_most: int = MOST_SAMPLES) -> None:
         """Try the losses on a few samples; `mark` is taken and restored."""
         place, autocast = self.transfer.place, self.precision.autocast
-        self.objective.check(samples, place, mark, autocast, self.parameters, at_most=at_most, larger=larger)
+        self.objective.check(samples, place, mark, autocast, self.parameters, at_most=at_most)
 
     def clear_gradients(self) -> None:
         """Release every gradient, including those of parameters that the optimizer does not hold."""

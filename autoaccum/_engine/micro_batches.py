@@ -210,15 +210,15 @@ class MicroBatches:
         if knowledge.is_checked and (knowledge.is_checked_now or (is_part and not is_due)):
             return
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        self._try_losses(on_all or window, larger=max(sizes, default=0))
+        self._try_losses(on_all or window)
         at.size = None
 
-    def _try_losses(self, window: Window, *, larger: int) -> None:
+    def _try_losses(self, window: Window) -> None:
         step, knowledge = self._step, self._step.objective.knowledge
         # With a loss of torch, the training does not need the check, which takes no memory that is not there.
         at_most = _OF_A_MODEL if knowledge.is_torch_loss else MOST_SAMPLES
         try:
-            step.check_losses(window, self._before_trying, at_most=at_most, larger=larger)
+            step.check_losses(window, self._before_trying, at_most=at_most)
         except Exception as error:
             if not (knowledge.is_torch_loss and is_oom(error)):
                 raise
@@ -260,13 +260,12 @@ class MicroBatches:
         self._adds_up = len(sizes) > 1
 
     def _run_forward(self, window: Window, at: Progress) -> dict[SummandKey, float]:
-        """Return the weights of a window's summands, by forward passes alone: with graphs, unless all are stated."""
+        """Return the weights of a window's summands, by forward passes alone, with graphs."""
         step, starts = self._step, accumulate(at.sizes[:-1], initial=0)
         weights = WindowWeights(step.objective.knowledge, window)
-        has_graphs = not step.objective.knowledge.states_all
         self._before_trying.take(with_attributes=True)
         step.stage.phase = Phase.FORWARD
-        with torch.set_grad_enabled(has_graphs), step.transfer.feed(window, at.sizes) as feed:
+        with step.transfer.feed(window, at.sizes) as feed:
             for size, start in zip(at.sizes, starts, strict=True):
                 at.size, self._sizing.start = size, start
                 batch = copied(next(feed))

@@ -282,7 +282,7 @@ class WholeWindow:
 
     def _refuse_other_ways(self, total: Tensor) -> None:
         """Check that the loss of detached outputs reaches no parameters of the model."""
-        names = {id(parameter): name for name, parameter in self._step.objective.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in self._step.objective.calls.model.named_parameters()}
         reached = [names.get(id(getattr(node, "variable", None))) for node in nodes_of(total)]
         if found := [name for name in reached if name is not None]:
             raise InvalidInputError(

@@ -139,7 +139,7 @@ class FakeStep:
         """Return the timeline of a step with `size` samples, with the model changed in the contexts of `adapts`."""
         with undisturbed(), self._mode, ExitStack() as changed:
             for adapt in adapts:
-                changed.enter_context(adapt(self._step.objective.model))
+                changed.enter_context(adapt(self._step.objective.calls.model))
             batch = batch_like(self._job.batch, size, self._device, self._job.split)
             timeline, arrived = self._traced(batch, size)
             without = [parameter for parameter in self._trainable if id(parameter) not in arrived]

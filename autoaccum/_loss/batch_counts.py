@@ -31,9 +31,9 @@ _WAYS: dict[str, Callable[[Any], Any]] = {
     POSITIVE: lambda one: (one > 0).sum(),
 }
 TARGETS = "[1]"  # the name of those of a pair
-ELEMENTS, _ROWS = "elements", "rows"
+ELEMENTS = "elements"
 # What sums are divided by that count a whole window, whatever its masks are.
-OF_WINDOWS = (SAMPLES[0], ELEMENTS, _ROWS, LABELS, SHIFTED)
+OF_WINDOWS = (SAMPLES[0], ELEMENTS, LABELS, SHIFTED)
 
 
 def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:
@@ -53,16 +53,6 @@ def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count] | 
         for count, number in counts_in(batch, samples, wanted).items():
             found[count] = found.get(count, 0.0) + number
     return found
-
-
-def has_no_labels(window: Window) -> bool:
-    """Whether all labels of a window are ignored, or would be if they were shifted by one."""
-    counts = counts_of(window, 0, window.samples)
-    return any(
-        not number and counts[ELEMENTS, name] > (counts[_ROWS, name] if way == SHIFTED else 0)
-        for (way, name), number in counts.items()
-        if way in (LABELS, SHIFTED)
-    )
 
 
 def _is_mask(tensor: Tensor) -> bool:
@@ -116,5 +106,3 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
                 yield way, float(count(_as_array(tensor)))
     if wanted is None or (ELEMENTS, name) in wanted:
         yield ELEMENTS, float(tensor.numel())
-    if wanted is None or (_ROWS, name) in wanted:
-        yield _ROWS, float(len(tensor))

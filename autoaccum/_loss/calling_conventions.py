@@ -18,29 +18,9 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# What functions of (outputs, targets) call their parameters, as torch.nn.functional and common tutorials do.
-_OUTPUTS = re.compile(r"inputs?|(y_?)?(outputs?|outs?|preds?|predictions?|predicted|logits|scores|hat)")
-_TARGETS = re.compile(r"targets?|labels?|y|y_?true|truth|expected|gold")
-_OF_TORCH = ("torch.nn.modules.loss", "torch.nn.functional")
 # In what Python and torch say where a list or tuple is not what was expected, or an argument is missing.
 _SIGNS = ("list", "tuple", "positional argument")
 _MOST_SAID, _MOST_ENTRIES = 100, 4
-
-
-def check_list(losses: Sequence[Callable[..., Any]]) -> None:
-    """Reject a list with a loss that by its kind, or by the names of its parameters, is one of (outputs, targets)."""
-    for loss in losses:
-        names = list(_parameters_of(loss))
-        is_of_outputs = len(names) > 1 and _OUTPUTS.fullmatch(names[0]) and _TARGETS.fullmatch(names[1])
-        if is_of_outputs or getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", "") in _OF_TORCH:
-            raise _wrong_in_list(loss, f"takes ({', '.join(names[:2])})")
-
-
-def check_single(loss: Callable[..., Any]) -> None:
-    """Reject a single loss whose first parameter is the model."""
-    names = list(_parameters_of(loss))
-    if names[:1] == ["model"]:
-        raise _wrong_alone(loss, f"takes ({', '.join(names)})")
 
 
 def explain_list(error: Exception, loss: Callable[..., Any], model: nn.Module, batch: Any) -> None:

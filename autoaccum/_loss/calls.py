@@ -13,11 +13,9 @@ from autoaccum._arguments import check_function
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.default_loss import by_default, check_same_shape, has_classes_last, own_loss
-from autoaccum._loss.loss_entries import TOTAL
 from autoaccum._loss.loss_sources import Loss, Source, check_loss, sources_of
-from autoaccum._loss.loss_values import describe, is_pair
-from autoaccum._loss.torch_losses import ELEMENTWISE, kind_of
+from autoaccum._loss.loss_values import TOTAL, describe, is_pair
+from autoaccum._loss.torch_losses import ELEMENTWISE, by_default, check_same_shape, has_classes_last, kind_of, own_loss
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 CALLS_USER_CODE = True  # for own_code.raised_here
 
 # For recognising (inputs, targets) as `is_pair` does, inlined because it is done for every micro-batch.
-_PAIRS, _PAIR = (tuple, list), 2
+PAIRS, PAIR = (tuple, list), 2
 
 
 class _NoLossError(InvalidInputError):
@@ -132,7 +130,7 @@ class Calls:
                     raise
                 return {}
         else:
-            is_pair = isinstance(batch, _PAIRS) and len(batch) == _PAIR
+            is_pair = isinstance(batch, PAIRS) and len(batch) == PAIR
             if self.kind is not None:
                 self._check_torch(outputs, batch, is_pair=is_pair)
             try:
@@ -207,7 +205,7 @@ class Calls:
         model = self.model
         inputs: list[Any] = [batch]
         entries: dict[str, Any] = {}
-        if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
+        if isinstance(batch, PAIRS) and len(batch) == PAIR:
             inputs = [batch[0]]
         elif isinstance(batch, Mapping):
             accepted = None if self.loss is None else self._accepted

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from autoaccum._data.nesting import numbers_in
-from autoaccum._loss.batch_counts import has_no_labels, in_words
+from autoaccum._loss.batch_counts import in_words
 from autoaccum._loss.explaining import counted
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.summands import Reduction, Source, is_same
@@ -79,7 +79,7 @@ def _of_several(
     knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window
 ) -> tuple[float, float]:
     """Return how a loss of several summands counts, whose values are not known: by what all share, or by samples."""
-    noted: list[Any] = []
+    weight = float(window.samples)
     if loss.value.requires_grad:
         weights = WindowWeights(knowledge, window)
         weights.enter(0, window.samples, None)
@@ -88,12 +88,11 @@ def _of_several(
             units = [abs(float(weight)) / one.per_sample for weight, one in zip(noted, known, strict=True)]
             if all(is_same(one, units[0]) for one in units):
                 return units[0], units[0]
+        weight = 0.0 if not all(noted) and bool(loss.value.detach().isnan()) else weight
     knowledge.said.warn(
         f"loss {loss.name!r} has terms that are divided by numbers of their own, of which an evaluation knows the sum "
         "alone: it weighs micro-batches by their samples; return the terms by name"
     )
-    counts_nothing = not all(noted) if noted else has_no_labels(window)
-    weight = 0.0 if counts_nothing and bool(loss.value.detach().isnan()) else float(window.samples)
     return weight, weight
 
 
@@ -106,7 +105,7 @@ def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, wind
             f"loss {loss.name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
             "the evaluation's mean weighs micro-batches by their samples"
         )
-        return 0.0 if bool(value.isnan()) and has_no_labels(window) else float(window.samples)
+        return float(window.samples)
     if not all(weights.values()):
         if math.isnan(number := float(value)):
             return 0.0

@@ -62,23 +62,13 @@ class Reads:
         key: The summand.
         knowledge: What is known of it; what the window shows beyond is added.
         window: The samples.
-        in_window: What the window counts by the hint that predicts its weight, if that is known.
         has_to_pass: Whether processes run passes together, and none may begin a window again by itself.
     """
 
-    def __init__(
-        self,
-        key: SummandKey,
-        knowledge: LossKnowledge,
-        window: Window,
-        in_window: Mapping[Count, float],
-        *,
-        has_to_pass: bool,
-    ) -> None:
+    def __init__(self, key: SummandKey, knowledge: LossKnowledge, window: Window, *, has_to_pass: bool) -> None:
         self._key = key
         self._knowledge = knowledge
         self._window = window
-        self._in_window = in_window
         self._has_to_pass = has_to_pass
         # What max(1, n) gives where nothing counts, and max(k, n).
         self._clamps, self._is_counted = {*self.known.hints.values(), self.known.least}, self.known.is_counted
@@ -188,8 +178,7 @@ class Reads:
             return False
         window, total = self._window, sum(read.number for read in reads)
         wanted = frozenset(one for one in known.hints if is_free(one, window)) or frozenset(known.hints)
-        is_known = wanted == self._in_window.keys()
-        numbers = self._in_window if is_known else counted(window, 0, window.samples, wanted)
+        numbers = counted(window, 0, window.samples, wanted)
         return all(is_same(total, n * known.hints[one]) for one, n in numbers.items())
 
     def _narrow(self, fit: AbstractSet[Count]) -> None:

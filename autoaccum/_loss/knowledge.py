@@ -87,11 +87,6 @@ class LossKnowledge:
         return self.failures >= _MOST_FAILURES or not all(known.hints for known in weighed)
 
     @property
-    def states_all(self) -> bool:
-        """Whether every loss states its weight, or the arguments do."""
-        return all(known.source is not Source.GRAPH for _, known in self.items())
-
-    @property
     def adds_all(self) -> bool:
         """Whether every loss is a sum, so that micro-batches are added."""
         return not any(known.is_weighed for _, known in self.items())
@@ -106,10 +101,6 @@ class LossKnowledge:
         """Whether a summand that compares samples is beside a sum, so that each micro-batch reports it anew."""
         kinds = [{one.reduction for one in known} for known in self.summands.values()]
         return any({Reduction.UNCONFIRMED, Reduction.SUM} <= found for found in kinds)
-
-    def forget(self, name: str) -> None:
-        """Forget a loss, which is only reported."""
-        self.summands.pop(name, None)
 
     def refuse_number(self, window: Window, *, is_part: bool) -> None:
         """Reject a window that is not the batch of which a sum is divided by a number.
@@ -212,7 +203,8 @@ class LossKnowledge:
         last = (
             "or return it by its name, as (term * n, n), which counts by samples"
             if others
-            else "or pass loss_reduction='mean' to average micro-batches all the same"
+            else "or pass loss_reduction='mean' to average micro-batches all the same, as for BatchNorm without "
+            "running statistics"
         )
         if next(one for one in known if one.reduction is Reduction.UNCONFIRMED).sums_add:
             raise InvalidInputError(

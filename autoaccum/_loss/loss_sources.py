@@ -10,7 +10,7 @@ from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.explaining import OF_SPLIT
-from autoaccum._loss.loss_entries import TOTAL
+from autoaccum._loss.loss_values import TOTAL
 from autoaccum._loss.summands import ADDED, BY_SAMPLES, Known
 from autoaccum.errors import InvalidInputError
 
@@ -81,12 +81,10 @@ def check_loss(loss: object) -> None:
             raise InvalidInputError(f"loss={shown(loss)}: a list of losses must hold callables of (model, batch)")
         for one in loss:
             check_function("loss", one, "model, batch")
-        calling_conventions.check_list(loss)
     elif loss is not None and not callable(loss):
         raise InvalidInputError(f"loss={shown(loss)} cannot be called; pass a torch.nn loss, a function or a list")
     elif loss is not None:
         check_function("loss", loss, "outputs, targets")
-        calling_conventions.check_single(loss)
 
 
 def no_gradient(names: Iterable[str]) -> InvalidInputError:

@@ -73,8 +73,8 @@ class LossWarnings:
             return
         self.warn(
             "the model's outputs for a sample depend on the others of its micro-batch, as x - x.mean(0) in forward() "
-            "makes them, so the gradient is not that of the whole batch (torch's BatchNorm modules are left out of "
-            "this check)"
+            "makes them, so the gradient is not that of the whole batch (BatchNorm with running statistics is left "
+            "out of this check)"
         )
 
     def of_state(self, names: Iterable[str]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
@@ -101,7 +100,6 @@ def without_onednn() -> Iterator[None]:
 # --- training mode without dropout and BatchNorm's statistics ---------------------------------------------------------
 
 # Layers of torch whose training mode draws numbers or takes a batch's statistics, and has no term of a loss.
-_OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _QUIET = (_DropoutNd, _NormBase, nn.RReLU, nn.RNNBase, nn.MultiheadAttention)
 # What timm, torchvision and others call a layer that drops whole residual branches at random.
 _STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")
@@ -125,25 +123,8 @@ def quiet_training(modules: Sequence[nn.Module]) -> Iterator[None]:
         for part in parts:
             if isinstance(part, _QUIET) or type(part).__name__ in _STOCHASTIC_DEPTH:
                 part.training = False
-        # Without running statistics, these take the batch's in every mode.
-        bare = [part for part in parts if isinstance(part, _BatchNorm) and part.running_mean is None]
-        bare = [part for part in bare if type(part).forward in _OF_TORCH and "forward" not in vars(part)]
-
-        def restore() -> None:
-            for part in bare:
-                vars(part).pop("forward", None)
-
-        with _followed_by(restore), _Quiet():
-            for part in bare:
-                vars(part)["forward"] = functools.partial(_scaled_alone, part)
+        with _Quiet():
             yield
-
-
-def _scaled_alone(norm: _BatchNorm, inputs: Tensor) -> Tensor:
-    """Apply a BatchNorm as if its statistics were those that it begins with."""
-    own = inputs if norm.weight is None else norm.weight.detach()
-    mean, variance = own.new_zeros(inputs.shape[1]), own.new_ones(inputs.shape[1])
-    return functional.batch_norm(inputs, mean, variance, norm.weight, norm.bias, training=False, eps=norm.eps)
 
 
 class _Quiet(TorchFunctionMode):

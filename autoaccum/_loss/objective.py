@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import as_leaf, map_tensors
 from autoaccum._loss.knowledge import LossKnowledge
-from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_sources import Source, check_loss_reduction, stated_by
-from autoaccum._loss.loss_values import LossValue, describe, loss_value, reported_value
+from autoaccum._loss.loss_values import TOTAL, Entries, LossValue, describe, loss_value, reported_value
 from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
 from autoaccum._loss.observation import FOUR_BYTES
 from autoaccum._loss.sample_check import LossCheck
@@ -72,11 +71,6 @@ class Objective:
         self._loss_reduction = loss_reduction
         self.settings: Any = None
         self._read_settings()
-
-    @property
-    def model(self) -> nn.Module:
-        """The model."""
-        return self.calls.model
 
     @property
     def split(self) -> Split:
@@ -156,7 +150,6 @@ class Objective:
         parameters: Sequence[nn.Parameter] = (),
         *,
         at_most: int = MOST_SAMPLES,
-        larger: int = 0,
     ) -> None:
         """Try the losses on a few samples of a window, and learn how they weigh samples.
 
@@ -169,7 +162,6 @@ class Objective:
             autocast: Returns the context that the model runs in.
             parameters: The parameters whose gradients are compared.
             at_most: The most samples to try.
-            larger: The most to try where nothing counts in those.
         """
         most, self._most, self._gave_no_loss = self._most, self._most // 2, False
         knowledge, modules = self.knowledge, self.modules
@@ -185,7 +177,7 @@ class Objective:
         mark.take(with_attributes=True)
         try:
             with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._noting_own_loss():
-                checked = trial.run(window, min(most, at_most), larger)
+                checked = trial.run(window, min(most, at_most))
                 found = trial.alone(window) if checked is None else checked
         finally:
             mark.restore()
@@ -196,10 +188,10 @@ class Objective:
     @contextmanager
     def _noting_own_loss(self) -> Iterator[None]:
         """Note whether a closure returns the loss that the model has computed, as model(**batch).loss is."""
-        if not self.calls.is_closure or isinstance(self.model, torch.jit.ScriptModule):
+        if not self.calls.is_closure or isinstance(self.calls.model, torch.jit.ScriptModule):
             yield
             return
-        handle = self.model.register_forward_hook(lambda _module, _inputs, outputs: self._own.append(outputs))
+        handle = self.calls.model.register_forward_hook(lambda _module, _inputs, outputs: self._own.append(outputs))
         try:
             yield
         finally:
@@ -254,10 +246,7 @@ class Objective:
         losses = [loss_value(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.knowledge.note(losses)
         for name, value in raw.items():
-            if name in added:
-                continue
-            self.knowledge.forget(name)  # it may have been taken for a loss
-            if value is None:
+            if name in added or value is None:
                 continue
             reported = reported_value(name, value, samples, summed=summed)
             if reported is not None:

@@ -39,7 +39,7 @@ def note(
         value = in_full(one.value)
         if one.is_sum:
             kind, entry = OWN_TOTAL, (value, one.weight)
-        elif one.is_vector:
+        elif one.weight is not None:  # of a vector
             kind, entry = OWN_TOTAL, (value * samples, float(samples))
         else:
             kind, entry = SUM if counts.weight is None else TOTAL, (value * counts.factor, counts.weight)

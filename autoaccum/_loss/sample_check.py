@@ -19,9 +19,8 @@ import torch
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import counts_in, counts_of
-from autoaccum._loss.comparison import compare
+from autoaccum._loss.comparison import by_graph, compare, guess_of, is_told, of_singles, says_nothing
 from autoaccum._loss.graph_reader import ReadTerm
-from autoaccum._loss.guesses import by_graph, guess_of, is_told, of_singles, says_nothing
 from autoaccum._loss.loss_values import no_mean, not_finite
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
@@ -73,27 +72,20 @@ class LossCheck:
     _open: dict[str, bool] = field(default_factory=dict)  # losses that no choice confirmed: is their graph trusted?
     _passes: int = 0
 
-    def run(self, window: Window, most: int, larger: int) -> dict[str, list[Known]] | None:
+    def run(self, window: Window, most: int) -> dict[str, list[Known]] | None:
         """Return the summands of each loss, by name; None if the window has no two samples to try.
 
         Args:
             window: The window.
             most: The most samples to try.
-            larger: What further choices may grow to, where those do not confirm a loss of which nothing is known.
 
         Raises:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
         has_tried = False
-        for sample, first in choices(window, most, larger):
-            try:
-                for source in self.passes:
-                    self._try(source, sample, first)
-            except Exception as error:
-                if not has_tried or not _oom.is_oom(error):
-                    raise
-                _oom.let_go(error)  # the choice was of more samples
-                break
+        for sample, first in choices(window, most):
+            for source in self.passes:
+                self._try(source, sample, first)
             has_tried = True
             if all(name in self.knowledge.summands for name in self._open):
                 break

@@ -20,11 +20,10 @@ _TO_HALVE = 7
 _LOOKED_AT, _MOST_CHOICES = 64, 8
 
 
-def choices(window: Window, most: int, larger: int) -> Iterator[tuple[Window, int]]:
+def choices(window: Window, most: int) -> Iterator[tuple[Window, int]]:
     """Yield samples from all over a window, and how many of them are in the first of two parts; the best choice first.
 
-    Later choices are of other samples, and of more, up to `larger`, until none are left. A window of which no two
-    samples can be joined has none.
+    Later choices are of other samples, until none are left. A window of which no two samples can be joined has none.
     """
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
@@ -40,7 +39,7 @@ def choices(window: Window, most: int, larger: int) -> Iterator[tuple[Window, in
         # About a third in the first part: losses may need two samples. One part is odd, since they may take pairs.
         first = (len(rows) + 1) // 3 if len(rows) >= _TO_HALVE else len(rows) // 2
         yield window.chosen([rows[0], *rows[:0:-1]]), first
-        used, number = set(rows), min(2 * number, max(number, larger))
+        used = set(rows)
         rest = [row for row in rest if row not in used]
         rows = rest[:number]
         if len(rows) <= 1:

@@ -32,13 +32,11 @@ class Totals:
         weights: What predicts the weight of each summand; or the weights themselves, as a pass has shown them.
         samples: The samples of the window, over all processes.
         is_exact: Whether they are the weights themselves.
-        scale: A factor for all losses, to compensate for a reduction that divides gradients.
     """
 
     weights: Mapping[SummandKey, float]
     samples: int
     is_exact: bool = False
-    scale: float = 1.0
 
 
 class NotSettled(Exception):  # noqa: N818 - it is no error of the user's

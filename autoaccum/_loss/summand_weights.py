@@ -55,11 +55,10 @@ class SummandWeights:
         self._knowledge = knowledge
         self._window = window
         self._hint = hint_of(self.known, window)
-        number = None if predicted is not None else _by_hint(self._hint, window)
-        self._predicted = (number or _by_check(self.known, window) if predicted is None else predicted) or 1.0
+        by_window = 0.0 if predicted is not None else _by_hint(self._hint, window) or _by_check(self.known, window)
+        self._predicted = predicted or by_window or 1.0
         self._has_unit = has_unit
-        in_window = {self._hint: number} if self._hint is not None and number else {}
-        self._reads = Reads(key, knowledge, window, in_window, has_to_pass=has_to_pass)
+        self._reads = Reads(key, knowledge, window, has_to_pass=has_to_pass)
         self.found: list[float | Tensor] = []
         self.divisor: Any = 1.0  # what the last micro-batch was divided by
         self._fixed: float | None = None  # P, once a micro-batch was divided by it

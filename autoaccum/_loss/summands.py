@@ -92,11 +92,6 @@ STATED = Known(Reduction.MEAN, Source.STATED)
 ADDED = Known(Reduction.SUM)
 
 
-def by_samples(reduction: Reduction) -> Known:
-    """Return a summand that counts by samples."""
-    return replace(BY_SAMPLES, reduction=reduction)
-
-
 def hinted(
     known: Known, weights: Sequence[float], divisors: Sequence[Any], counts: Sequence[Mapping[Count, float]]
 ) -> Known:

@@ -103,7 +103,7 @@ def go_by_samples(knowledge: LossKnowledge, loss: object, window: Window) -> boo
     if knowledge.is_torch_loss:
         (known,) = next(iter(knowledge.summands.values()))
         is_mean = known.reduction is Reduction.MEAN
-        return is_mean and window.is_known_pair and everything_counts(loss, window.plain_batch())
+        return is_mean and window.is_known_pair and everything_counts(loss, window.plain_batch()[1])
     is_stated = knowledge.default is BY_SAMPLES and bool(knowledge.summands)
     return is_stated and all(known is BY_SAMPLES for _, known in knowledge.items())
 
@@ -149,7 +149,6 @@ class WindowWeights:
         self._knowledge = knowledge
         self._window = window
         self._samples = window.samples if totals is None else totals.samples
-        self._scale = 1.0 if totals is None else totals.scale
         self._is_exact = totals is not None and totals.is_exact
         self._has_to_pass = has_to_pass
         self._totals = None if totals is None else totals.weights
@@ -282,13 +281,13 @@ class WindowWeights:
         weights = self._of((loss.name, number))
         if not known.is_weighed:
             weights.compare_sum(summand, self._now)
-            return self._scale
+            return 1.0
         divisor = weights.add(loss, summand, self._now)
         if loss.is_sum:
-            return self._scale / weights.fix()
+            return 1.0 / weights.fix()
         if not isinstance(divisor, Tensor) and (not divisor or math.isinf(divisor)):
             return 0.0  # what is multiplied by 0 is not there
-        return divisor / weights.fix() * self._scale
+        return divisor / weights.fix()
 
     def _scaled(
         self, loss: LossValue, summands: Sequence[ReadTerm], factors: Sequence[float | Tensor], *, has_sum: bool
@@ -309,7 +308,7 @@ class WindowWeights:
                 stop(one)
             return None if empty else value if first == 1.0 else value * first
         # The number is reported by samples; beside a sum, once in each micro-batch.
-        share = self._scale * (1.0 if has_sum else (self._now.stop - self._now.start) / self._samples)
+        share = 1.0 if has_sum else (self._now.stop - self._now.start) / self._samples
         for one, factor in zip(summands, factors, strict=True):
             if factor != share:
                 one.node.register_prehook(_scaling(float(factor) / share))
@@ -343,13 +342,13 @@ class WindowWeights:
         """
         own = [self._of(key) for key, known in self._knowledge.items() if len(losses) == 1 and key[0] == losses[0].name]
         if self._knowledge.adds_all or (len(own) == 1 and not own[0].known.is_weighed):
-            return Number(self._scale)
+            return Number(1.0)
         if len(own) != 1:
-            share = (self._now.stop - self._now.start) / self._samples * self._scale
+            share = (self._now.stop - self._now.start) / self._samples
             return Number(share, share)
         weights = own[0]
-        place, scale = len(weights.found) - 1, self._scale / weights.prediction
-        return Number(weights.divisor * scale, lambda: weights.weight_of(place) * scale)
+        place, prediction = len(weights.found) - 1, weights.prediction
+        return Number(weights.divisor / prediction, lambda: weights.weight_of(place) / prediction)
 
     # --- after the window ---------------------------------------------------------------------------------------------
 
@@ -413,8 +412,8 @@ class WindowWeights:
         if len(self._weights) == 1:
             (only,) = self._weights.values()
             weights = [float(weight) for weight in only.found]
-            return weights, sum(weights) / only.prediction * self._scale
-        return sizes, sum(sizes) / self._samples * self._scale
+            return weights, sum(weights) / only.prediction
+        return sizes, sum(sizes) / self._samples
 
 
 class Nothing(Alone):

@@ -72,14 +72,13 @@ def refused(train, loss, batch, model=None):
 @pytest.mark.parametrize(
     ("losses", "found"),
     [
-        ([squares, functional.l1_loss], "squares takes (outputs, targets)"),
-        ([nn.MSELoss()], "MSELoss takes (input, target)"),
-        ([lambda y_pred, y_true: squares(y_pred, y_true) / 2], "<lambda> takes (y_pred, y_true)"),
+        ([squares, functional.l1_loss], "squares failed with them (unsupported operand"),
+        ([nn.MSELoss()], "MSELoss failed with them ("),
         ([lambda a, b: (a - b).mean()], "<lambda> failed with them (unsupported operand"),
         ([lambda a, b: b.size()], "<lambda> failed with them ('tuple' object has no attribute 'size')"),
         ([lambda a, b: functional.mse_loss(a, b) / 2], "<lambda> failed with them ("),
     ],
-    ids=["function", "module", "other names", "arithmetic", "attribute", "call"],
+    ids=["function", "module", "arithmetic", "attribute", "call"],
 )
 def test_list_of_losses_of_outputs_is_refused_with_what_lists_hold(losses, found):
     said = refused(by_runner, losses, samples())

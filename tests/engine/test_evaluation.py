@@ -146,23 +146,6 @@ def test_mean_of_a_model_with_its_own_loss_is_over_the_labelled_tokens_of_all_ba
     assert found == pytest.approx(exact(model, all_of(batches), over_tokens), rel=1e-12)
 
 
-class OfWeightedClasses(WithLoss):
-    def forward(self, inputs, labels):
-        classes = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
-        return {"loss": functional.cross_entropy(super().forward(inputs).transpose(1, 2), labels, classes)}
-
-
-@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' is evaluated by the model itself")
-def test_batch_without_labels_adds_nothing_where_the_weights_of_classes_are_no_count_of_the_batch():
-    runner, batches = runner_of(OfWeightedClasses()), ragged_tokens()
-    *some, none = [{"inputs": inputs, "labels": labels} for inputs, labels in batches]
-
-    assert runner.evaluate([*some, none]) == pytest.approx(runner.evaluate(some), rel=1e-12)
-
-    some[0]["inputs"][0] = torch.nan
-    assert math.isnan(runner.evaluate(some))
-
-
 def test_terms_of_one_loss_with_divisors_of_their_own_are_weighed_by_samples_with_a_warning():
     model, batches = WithLoss(), ragged_tokens()
 

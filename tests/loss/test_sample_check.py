@@ -229,8 +229,6 @@ def test_numbers_that_a_model_notes_in_attributes_are_those_of_its_micro_batches
         nn.utils.spectral_norm(nn.Linear(6, 6)),
         nn.Dropout(0.3),
         nn.BatchNorm1d(6),
-        nn.BatchNorm1d(6, track_running_stats=False),
-        nn.BatchNorm1d(6, affine=False, track_running_stats=False),
         nn.LayerNorm(6),
     ],
     ids=lambda one: type(one).__name__,
@@ -239,7 +237,6 @@ def test_layers_of_torch_are_trained(between, loss):
     _, report = train(Between(lambda x: x, between).double(), loss, pair())
 
     assert not any(COMPARED in text for text in report.warnings)
-    assert "forward" not in vars(between)
 
 
 @pytest.mark.parametrize("loss", [None, lambda outputs, targets: (outputs - targets).square().mean()])
