@@ -71,7 +71,7 @@ class Reads:
         self._window = window
         self._has_to_pass = has_to_pass
         # What max(1, n) gives where nothing counts, and max(k, n).
-        self._clamps, self._is_counted = {*self.known.hints.values(), self.known.least}, self.known.is_counted
+        self._clamps = {*self.known.hints.values(), self.known.least}
         self._reads: list[_Read] = []
 
     @property
@@ -81,7 +81,7 @@ class Reads:
 
     def add(self, place: int, part: MicroBatch, loss: LossValue, number: float, divisor: float) -> None:
         """Note what the graph of a micro-batch says, as `_Read` has it."""
-        may_be_clamped = number in self._clamps or (divisor == 1.0 and not self._is_counted)
+        may_be_clamped = number in self._clamps or divisor == 1.0
         is_only = len(self._knowledge.summands[loss.name]) == 1
         value = loss.value.detach().clone() if may_be_clamped and is_only else None
         counts = None
@@ -109,10 +109,10 @@ class Reads:
         if not self._reads:
             return False
         if not (self.known.hints and self._explains_sum(self.known, self._reads)):
-            if not self._is_counted:
-                self._look_for_ones(found)
             if self.known.hints:
                 self._explain_each(self.known, self._reads, found)
+            if not self.known.is_counted:
+                self._look_for_ones(found)
         return not any(found)
 
     def _explain_each(self, known: Known, reads: Sequence[_Read], weights: list[Any]) -> None:
