@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from autoaccum._data.regrouping import windows
     from autoaccum._data.splits import Along, ListOfSamples, PackedRows
     from autoaccum._distributed.process_group import join_ranks
-    from autoaccum._engine.any_batch import batched
-    from autoaccum._engine.chunked_loss import ChunkedLoss
     from autoaccum._engine.probing import find_micro_batch
-    from autoaccum._engine.runner import Runner
+    from autoaccum._evaluation.any_batch import batched
     from autoaccum._launch.job import Job
     from autoaccum._memory.simulated import Simulated
     from autoaccum._oom import is_oom
     from autoaccum._report.api import preflight
+    from autoaccum._saving.chunked_loss import ChunkedLoss
     from autoaccum._sizing.planner import plan
     from autoaccum._system.own_distribution import __version__ as __version__
     from autoaccum._training.accumulator import Accumulator
     from autoaccum._training.api import fit
     from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
     from autoaccum._training.restarted_function import find_executable_micro_batch
+    from autoaccum._training.runner import Runner
 
 _NAMES = {
     "_callbacks": ("Callback", "EarlyStopping", "StopTraining"),
@@ -59,10 +59,10 @@ _NAMES = {
     "_data.regrouping": ("windows",),
     "_data.splits": ("Along", "ListOfSamples", "PackedRows"),
     "_distributed.process_group": ("join_ranks",),
-    "_engine.any_batch": ("batched",),
-    "_engine.chunked_loss": ("ChunkedLoss",),
+    "_evaluation.any_batch": ("batched",),
+    "_saving.chunked_loss": ("ChunkedLoss",),
     "_engine.probing": ("find_micro_batch",),
-    "_engine.runner": ("Runner",),
+    "_training.runner": ("Runner",),
     "_launch.job": ("Job",),
     "_memory.simulated": ("Simulated",),
     "_oom": ("is_oom",),

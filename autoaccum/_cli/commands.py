@@ -110,7 +110,7 @@ def slurm_command(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for bug reports.")
 def doctor_command(as_json: bool) -> None:
     """Show the installation, the machine, its limits and its GPUs, and what is wrong with them."""
-    from autoaccum._doctor import examine  # noqa: PLC0415 - it imports torch
+    from autoaccum._cli.doctor import examine  # noqa: PLC0415 - it imports torch
 
     found = examine()
     print_result(json.dumps(found.to_dict(), indent=2) if as_json else found.to_text())

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.savings import Rung
     from autoaccum._records import Plan
+    from autoaccum._saving.savings import Rung
     from autoaccum._sizing.events import Events
     from autoaccum._system.notices import Notices
 

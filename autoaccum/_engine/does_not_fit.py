@@ -15,9 +15,9 @@ from autoaccum._data.nesting import shapes_of_sample
 from autoaccum._data.splits import is_default
 from autoaccum._engine.optimizers import name_of
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._engine.savings import ways_left
 from autoaccum._memory.limits import describe_room
 from autoaccum._oom import let_go
+from autoaccum._saving.savings import ways_left
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from autoaccum._arguments import check_choice, check_path, check_positive_int, c
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
 from autoaccum._engine.precision import ALIASES, PRECISIONS
-from autoaccum._engine.savings import check_memory
 from autoaccum._loss.loss_sources import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
+from autoaccum._saving.savings import check_memory
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

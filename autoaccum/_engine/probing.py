@@ -20,12 +20,12 @@ from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.optimizer_step import OptimizerCopy
 from autoaccum._engine.options import Options
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
-from autoaccum._engine.savings import Savings
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.window_weights import Alone
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum._records import ProbeResult, Trial
+from autoaccum._saving.savings import Savings
 from autoaccum._sizing.frontier import Frontier
 from autoaccum._sizing.search import Search
 from autoaccum._system import signals

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autoaccum._engine import chunked_loss
 from autoaccum._estimate.cuda_kernels import LAST, runs_channels_last
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
 from autoaccum._estimate.gpu_properties import GPUAnswers
 from autoaccum._estimate.own_thread import replaced
+from autoaccum._saving import chunked_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoaccum._distributed.buckets import BUCKET_BYTES
-from autoaccum._engine.checkpointing import repeated_blocks
 from autoaccum._estimate.allocation_trace import Category
+from autoaccum._saving.checkpointing import repeated_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

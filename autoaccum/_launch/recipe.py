@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import autoaccum
 from autoaccum._data.batches import as_window
-from autoaccum._engine.runner import Runner
 from autoaccum._launch.job import Job
 from autoaccum._system.attributes import replaced
 from autoaccum._system.own_code import is_own_file
 from autoaccum._training.accumulator import Accumulator
 from autoaccum._training.api import fit
+from autoaccum._training.runner import Runner
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.optimizers import name_of
 from autoaccum._engine.options import Options
 from autoaccum._engine.precision import own_half_type
-from autoaccum._engine.savings import Savings, check_memory
 from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.fake_step import undisturbed
@@ -40,6 +39,7 @@ from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loaders import first_batches, samples_of
 from autoaccum._report.records import Measured, Predicted, Subject
 from autoaccum._report.remedies import Remedies, adapts_of, are_due, computes_bf16, kernels_of, names_in
+from autoaccum._saving.savings import Savings, check_memory
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError

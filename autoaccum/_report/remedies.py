@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._engine.savings import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, check_memory, check_place, in_force
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line, let_go
 from autoaccum._report.records import Predicted, Remedy
+from autoaccum._saving.savings import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, check_memory, check_place, in_force
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
 

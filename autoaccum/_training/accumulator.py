@@ -17,10 +17,10 @@ from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.at_work import AtWork
 from autoaccum._engine.options import Options
-from autoaccum._engine.savings import Savings
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go
+from autoaccum._saving.savings import Savings
 from autoaccum._sizing.cache import CacheEntry, PlanCache
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of

@@ -20,11 +20,11 @@ from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.at_work import AtWork
 from autoaccum._engine.dtensor import check_sharded
-from autoaccum._engine.metrics import check_metrics, metrics_by_name
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
-from autoaccum._engine.savings import Savings
+from autoaccum._evaluation.metrics import check_metrics, metrics_by_name
 from autoaccum._records import SAMPLES, TOKENS
+from autoaccum._saving.savings import Savings
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.metrics import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._evaluation.metrics import Metric
     from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import FitResult

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from autoaccum._callbacks import Callback
     from autoaccum._data.random_state import RandomState
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.metrics import Metric
     from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.savings import Savings
+    from autoaccum._evaluation.metrics import Metric
+    from autoaccum._saving.savings import Savings
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_settings import Saving
     from autoaccum._training.lr_schedule import Schedule

@@ -15,9 +15,9 @@ from autoaccum._callbacks import Callback
 from autoaccum._data.batches import Window, largest_first
 from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.probing import probe
-from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.window_runner import WindowRunner
 from autoaccum._records import TOKENS, Plan
+from autoaccum._saving.replaced_forward import are_compiled
 from autoaccum._sizing.cache import CacheEntry, PlanCache
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of

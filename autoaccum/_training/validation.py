@@ -8,8 +8,8 @@ from autoaccum._data.loader_memory import generators_of
 from autoaccum._data.loaders import can_be_looked_at, left_as_it_was
 from autoaccum._data.random_state import set_states, states_of
 from autoaccum._engine import devices
-from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.step_limit import drawn
+from autoaccum._evaluation.evaluation import Evaluator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

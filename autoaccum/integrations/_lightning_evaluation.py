@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._data.batches import Window
 from autoaccum._engine import devices
 from autoaccum._engine.does_not_fit import refusal
-from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import StepLimit
+from autoaccum._evaluation.parts_that_fit import PartsThatFit
 from autoaccum._sizing.events import Events
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason

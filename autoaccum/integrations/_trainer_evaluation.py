@@ -13,10 +13,10 @@ from transformers.trainer_pt_utils import nested_concat
 from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.does_not_fit import refusal
-from autoaccum._engine.evaluation import check_losses
 from autoaccum._engine.options import Options
-from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
+from autoaccum._evaluation.evaluation import check_losses
+from autoaccum._evaluation.parts_that_fit import PartsThatFit
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.evaluated import sum_and_weight
 from autoaccum._loss.loss_values import LossValue

@@ -5,13 +5,13 @@ from torch.utils.checkpoint import checkpoint
 
 from allocations import real_peak
 from autoaccum._engine import chunked_loss
-from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.chunked_head import chunked
-from autoaccum._engine.chunked_loss import ChunkedLoss
-from autoaccum._engine.savings import offloaded
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import GPU
 from autoaccum._memory.simulated import Simulated
+from autoaccum._saving.checkpointing import checkpointed
+from autoaccum._saving.chunked_head import chunked
+from autoaccum._saving.chunked_loss import ChunkedLoss
+from autoaccum._saving.savings import offloaded
 from autoaccum.errors import InvalidInputError
 from helpers import a_few_of
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._cli.doctor import examine
 from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
-from autoaccum._doctor import examine
 from autoaccum._engine import chunked_loss
-from autoaccum._engine.savings import offloaded
 from autoaccum._memory.available_devices import backend_for
+from autoaccum._saving.savings import offloaded
 from helpers import assert_bitwise, logged
 
 pytestmark = [

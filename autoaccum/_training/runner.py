@@ -12,14 +12,14 @@ from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.at_work import AtWork
-from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
-from autoaccum._engine.savings import Savings
 from autoaccum._engine.step_limit import StepLimit, drawn
 from autoaccum._engine.window_runner import WindowRunner
+from autoaccum._evaluation.evaluation import Evaluator
 from autoaccum._loss.closures import used_by
 from autoaccum._records import Plan, StepReport
+from autoaccum._saving.savings import Savings
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.notices import Notices

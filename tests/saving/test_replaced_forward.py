@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 
-from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.savings import offloaded
 from autoaccum._memory.simulated import Simulated
+from autoaccum._saving.checkpointing import checkpointed
+from autoaccum._saving.savings import offloaded
 from fallback_models import Stack, a_step
 
 

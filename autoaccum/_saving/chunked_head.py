@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum._engine.chunked_loss import CHUNK, chunked_cross_entropy
-from autoaccum._engine.replaced_forward import are_compiled, forward_replaced
+from autoaccum._saving.chunked_loss import CHUNK, chunked_cross_entropy
+from autoaccum._saving.replaced_forward import are_compiled, forward_replaced
 from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:

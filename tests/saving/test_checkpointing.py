@@ -6,7 +6,7 @@ import torchvision
 import transformers
 from torch import nn
 
-from autoaccum._engine.checkpointing import checkpointed, repeated_blocks
+from autoaccum._saving.checkpointing import checkpointed, repeated_blocks
 from fallback_models import Stack, a_step
 from helpers import fit_quietly
 

@@ -17,9 +17,9 @@ from autoaccum._data.nesting import leaves_of, map_leaves, shapes_of
 from autoaccum._data.splits import check_split
 from autoaccum._engine import devices
 from autoaccum._engine.does_not_fit import refusal
-from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import StepLimit
+from autoaccum._evaluation.parts_that_fit import PartsThatFit
 from autoaccum._loss.closures import modules_used_by
 from autoaccum._sizing.events import Events
 from autoaccum._system.notices import Notices

@@ -9,9 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from autoaccum import _doctor
+from autoaccum._cli import doctor
 from autoaccum._cli.app import cli
-from autoaccum._doctor import examine
+from autoaccum._cli.doctor import examine
 from autoaccum._memory.nvml import Driver, GPUReading
 from autoaccum._records import Neighbour
 from folders import ROOT
@@ -28,7 +28,7 @@ def place(tmp_path, monkeypatch):
     """Where the kernel tells of a machine on which nothing is wrong."""
     monkeypatch.setattr(psutil, "disk_usage", lambda _: SimpleNamespace(total=8 * GIB, free=8 * GIB))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(_doctor.Host, "reading", lambda _: SimpleNamespace(free_bytes=8 * GIB))
+    monkeypatch.setattr(doctor.Host, "reading", lambda _: SimpleNamespace(free_bytes=8 * GIB))
     (tmp_path / "self").mkdir()
     return tmp_path
 
@@ -79,14 +79,14 @@ def test_lines_have_80_columns_and_no_word_is_broken(place, monkeypatch):
 
 
 def test_an_old_pytorch_is_a_problem(place, monkeypatch):
-    monkeypatch.setattr(_doctor, "REQUIREMENTS", ["torch>=99.0"])
+    monkeypatch.setattr(doctor, "REQUIREMENTS", ["torch>=99.0"])
 
     assert "autoaccum needs PyTorch 99.0 or newer" in found(place).problems[0]
 
 
 def test_more_threads_than_cores_are_a_problem(place, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    monkeypatch.setattr(_doctor, "_usable_cores", lambda: 1)
+    monkeypatch.setattr(doctor, "_usable_cores", lambda: 1)
 
     assert "64 threads on 1 cores" in found(place).problems[0]
     assert "set OMP_NUM_THREADS to 1" in found(place, {"OMP_NUM_THREADS": "64"}).problems[0]
@@ -102,7 +102,7 @@ def test_little_shared_memory_is_a_problem(place, monkeypatch):
 
 
 def test_little_memory_left_is_a_problem(place, monkeypatch):
-    monkeypatch.setattr(_doctor.Host, "reading", lambda _: SimpleNamespace(free_bytes=200 * MIB))
+    monkeypatch.setattr(doctor.Host, "reading", lambda _: SimpleNamespace(free_bytes=200 * MIB))
 
     assert "may take 200.0 MiB of host memory more" in found(place).problems[0]
 
@@ -157,7 +157,7 @@ def test_variables_that_autoaccum_can_use_are_no_problem(place, tmp_path):
 def test_the_template_for_bugs_names_all_that_doctor_tells_of_variables():
     template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
 
-    assert all(f"{prefix}*" in template for prefix in _doctor._VARIABLES)
+    assert all(f"{prefix}*" in template for prefix in doctor._VARIABLES)
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -173,10 +173,10 @@ def gpus(place, monkeypatch):
                 warnings.warn(warns, stacklevel=1)
             return None if sees is None else torch.device(sees)
 
-        monkeypatch.setattr(_doctor.nvml, "read_driver", lambda: driver)
-        monkeypatch.setattr(_doctor.nvml, "all_gpus", lambda: tuple(gpus))
-        monkeypatch.setattr(_doctor.nvml, "visible_uuids", lambda: shown)
-        monkeypatch.setattr(_doctor, "find_accelerator", accelerator)
+        monkeypatch.setattr(doctor.nvml, "read_driver", lambda: driver)
+        monkeypatch.setattr(doctor.nvml, "all_gpus", lambda: tuple(gpus))
+        monkeypatch.setattr(doctor.nvml, "visible_uuids", lambda: shown)
+        monkeypatch.setattr(doctor, "find_accelerator", accelerator)
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(gpus))
 

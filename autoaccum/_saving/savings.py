@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from autoaccum._arguments import is_one_of, listed, shown
-from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
-from autoaccum._engine.chunked_head import chunked, find_heads
-from autoaccum._engine.replaced_forward import are_compiled, forward_replaced, is_compiled, is_replaced
 from autoaccum._oom import let_go
+from autoaccum._saving.checkpointing import blocks_of, checkpointed, is_checkpointed_already
+from autoaccum._saving.chunked_head import chunked, find_heads
+from autoaccum._saving.replaced_forward import are_compiled, forward_replaced, is_compiled, is_replaced
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:

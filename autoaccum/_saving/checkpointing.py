@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum._engine.replaced_forward import forward_replaced
+from autoaccum._saving.replaced_forward import forward_replaced
 from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import transformers
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._engine.chunked_head import UnmadeLogits, chunked
+from autoaccum._saving.chunked_head import UnmadeLogits, chunked
 from autoaccum.errors import InvalidInputError, SavingRefusedError
 
 V, D, T, N = 64, 16, 11, 3
@@ -52,7 +52,7 @@ def made(name):
 
 @pytest.fixture(autouse=True)
 def few_tokens_at_a_time(monkeypatch):
-    monkeypatch.setattr("autoaccum._engine.chunked_loss.CHUNK", 7)
+    monkeypatch.setattr("autoaccum._saving.chunked_loss.CHUNK", 7)
 
 
 @contextlib.contextmanager

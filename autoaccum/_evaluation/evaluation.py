@@ -15,11 +15,11 @@ from torch import Tensor
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import as_leaf, copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
-from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
 from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.out_of_memory import TRIES_TO_WEIGH, Phase, resolvable_oom
-from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.window_loss import WindowLoss
+from autoaccum._evaluation.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
+from autoaccum._evaluation.parts_that_fit import PartsThatFit
 from autoaccum._loss.evaluated import is_ambiguous, is_read, sum_and_weight
 from autoaccum._loss.knowledge import RecheckWindow
 from autoaccum._loss.loss_values import in_full, is_pair
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from autoaccum._engine.forward_backward import GradientStep, TrainingStep
-    from autoaccum._engine.metrics import Metric
     from autoaccum._engine.peers import Talk
     from autoaccum._engine.savepoint import Savepoint
+    from autoaccum._evaluation.metrics import Metric
     from autoaccum._loss.loss_values import LossValue
 
 _NO_SAMPLES = (
