@@ -67,10 +67,7 @@ class ShardedRankPeers(RankPeers):
         self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
         self._held_bytes: int | None = None
-        step.passes, scale = self, step.scale
-        # The reduction of gradients takes their mean over the ranks.
-        step.scale = lambda loss: loss * ranks.size if scale is None else scale(loss * ranks.size)
-        step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
+        step.run_in_passes(self, ranks.size)  # the reduction of gradients takes their mean over the ranks
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""

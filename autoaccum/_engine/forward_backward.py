@@ -99,6 +99,13 @@ class GradientStep:
         self.parameters = self._found()
         self._are_trained = [parameter.requires_grad for parameter in self.parameters]
 
+    def run_in_passes(self, passes: Passes, factor: int) -> None:
+        """Run in passes of several processes from now on, with losses times a factor in the backward pass."""
+        scale = self.scale
+        self.passes = passes
+        self.scale = lambda loss: loss * factor if scale is None else scale(loss * factor)
+        self.objective.may_repeat_pass = False  # a pass by this process alone would wait for the others
+
     def refresh(self) -> bool:
         """Look up the current parameters; return whether they, or which of them are trained, have changed."""
         if self.is_sharded:

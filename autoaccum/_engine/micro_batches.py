@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     Hook = Callable[[int], object]  # called with the size of a micro-batch
     Weigh = Callable[[Any, Any, int], Tensor | None]  # as of a `Lane`
-    WeighAtOnce = Callable[[str, Tensor, int], Tensor | None]  # as of `Alone`
 
 # The relative difference of sums of split.weight that rounding may cause.
 _ADDS_UP = 1e-6
@@ -153,16 +152,14 @@ class MicroBatches:
         """Return how micro-batches run: plainly where the loss of a pair was a number, and is weighed at once."""
         step, calls = self._step, self._step.objective.calls
         is_plain = calls.takes_pairs and self._is_number and window.is_known_pair and not (is_due or step.keeps_outputs)
-        if is_plain and step.passes is None and (at_once := weights.weigh_at_once) is not None:
-            return [(calls.of_pair, self._plainly(at_once, weights, given, at))]
+        if is_plain and step.passes is None and weights.is_quick:
+            return [(calls.of_pair, self._plainly(weights, given, at))]
         return step.lanes(weights, given, at)
 
-    def _plainly(
-        self, weigh_at_once: WeighAtOnce, weights: Alone | WindowWeights, given: PartResult, at: Progress
-    ) -> Weigh:
+    def _plainly(self, weights: Alone | WindowWeights, given: PartResult, at: Progress) -> Weigh:
         """Return what weighs the only loss of a pair at once; as any other where that cannot be."""
         name = next(iter(self._step.objective.knowledge.summands))
-        losses = given.loss(name)
+        losses, weigh_at_once = given.loss(name), weights.weigh_at_once
 
         def weigh(value: Any, batch: Any, samples: int) -> Tensor | None:
             if not (isinstance(value, Tensor) and not value.dim() and value.requires_grad):
@@ -223,7 +220,7 @@ class MicroBatches:
             if not (knowledge.is_torch_loss and is_oom(error)):
                 raise
             let_go(error)
-            knowledge.is_checked = True  # it is tried again when the next check is due
+            knowledge.do_without_check()
             step.memory.release()
             if not self._before_trying.is_restored:  # which failed, too; once more, or else the window fails
                 self._before_trying.restore()

@@ -91,13 +91,15 @@ class OptimizerSteps:
         self._first: list[nn.Parameter] | None = None  # what its loops begin with; None if it is not known
 
     def make(self) -> None:
-        """Make one optimizer step from the accumulated gradients; errors as for its parts."""
+        """Make one optimizer step from the accumulated gradients, which does not count; errors as for its parts."""
+        made = self.made
         try:
             self.reserve()
             self.unscale_and_clip()
             self.commit()
         finally:
             self.drop_reservation()
+            self.made = made
 
     def reserve(self, more: Sequence[nn.Parameter] = ()) -> None:
         """Ensure that the optimizer's step will have the memory it needs; a failure has touched nothing."""

@@ -206,7 +206,7 @@ class Trials:
         # On the host, and before a limit begins, since they are no part of a step.
         self._optimizer = OptimizerCopy(step.optimizer, step.precision.scaler)
         optimizer_modes.train(step.optimizer)
-        self._gradients, self._made = [(one, one.grad) for one in step.parameters], step.optimizer_steps.made
+        self._gradients = [(one, one.grad) for one in step.parameters]
         step.clear_gradients()
         self.oom_event: MemoryEvent | None = None
         self.held_bytes: int | None = None
@@ -291,7 +291,6 @@ class Trials:
                 parameter.grad = gradient
             if self._is_saved:
                 self._savepoint.restore()
-            self._step.optimizer_steps.made = self._made
 
     def _one_step(self, size: int) -> None:
         for parameter in self._with_gradient or ():

@@ -323,7 +323,8 @@ class Engine:
         if isinstance(error, RecheckWindow):
             if self._is_checked_again:
                 raise error.error from None
-            self._is_checked_again, self._step.objective.knowledge.is_checked = True, False
+            self._is_checked_again = True
+            self._step.objective.knowledge.ask_for_check()
             self._totals = self._totals if self._peers.is_part else None  # of what was known before
         else:
             self._totals = Totals(error.weights, self._window.samples, is_exact=True)

@@ -244,7 +244,8 @@ class Evaluator:
         except RecheckWindow as error:
             if not is_checked:
                 raise error.error from None
-        self._step.objective.knowledge.is_checked = self._may_check = False
+        self._may_check = False
+        self._step.objective.knowledge.ask_for_check()
         check_losses(self._step, window.part(start, start + size), self._savepoint.like_it())
         try:
             return self._one_part(window, start, size)
@@ -329,7 +330,8 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
         InvalidInputError: A loss cannot be put together from micro-batches.
     """
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
-    objective.knowledge.is_checked &= not is_ambiguous(objective.knowledge, window)
+    if is_ambiguous(objective.knowledge, window):
+        objective.knowledge.ask_for_check()
     is_alone = window.samples == 1  # a check sees the divisor alone
     if objective.knowledge.is_stated or not objective.needs_check(window, halves, is_part=is_alone, is_due=False):
         return
@@ -344,8 +346,8 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
             if event is None:
                 raise
         else:
-            # A loss of torch is known by now; the model is tried when it trains.
-            objective.knowledge.is_checked &= not objective.knowledge.is_torch_loss
+            if objective.knowledge.is_torch_loss:  # which is known by now; the model is tried when it trains
+                objective.knowledge.ask_for_check()
             return
         said = event.message
         step.memory.release()

@@ -130,6 +130,14 @@ class LossKnowledge:
         """Return all summands, with what is known of them."""
         return [((name, n), one) for name, known in self.summands.items() for n, one in enumerate(known)]
 
+    def ask_for_check(self) -> None:
+        """Have losses tried before the next window that is cut, whatever is known of them."""
+        self.is_checked = False
+
+    def do_without_check(self) -> None:
+        """Go on with what is known, since a check does not fit; it is tried again when the next is due."""
+        self.is_checked = True
+
     # --- what becomes known -------------------------------------------------------------------------------------------
 
     def begin_window(self) -> None:

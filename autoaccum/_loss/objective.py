@@ -207,7 +207,8 @@ class Objective:
 
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
-        self._most, self.knowledge.is_checked = MOST_SAMPLES, False
+        self._most = MOST_SAMPLES
+        self.knowledge.ask_for_check()
 
     def begin_window(self) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next."""

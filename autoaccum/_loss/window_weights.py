@@ -40,9 +40,8 @@ _COMPILED = "CompiledFunctionBackward"  # the node of compiled code, whose graph
 class Alone:
     """A micro-batch that is the whole window, so that every loss is as it is."""
 
-    # Returns what the only loss adds, given its name, its value and the samples, or None where that is not seen at
-    # once; None where losses have to be looked at.
-    weigh_at_once: Callable[[str, Tensor, int], Tensor | None] | None = None
+    # Whether `weigh_at_once` may see what the only loss adds.
+    is_quick: bool = False
 
     def __init__(self, knowledge: LossKnowledge) -> None:
         self._knowledge = knowledge
@@ -62,6 +61,10 @@ class Alone:
         refuse_nothing(self._knowledge, loss)
         return loss.value / loss.weight if loss.is_sum else loss.value  # type: ignore[operator]
 
+    def weigh_at_once(self, name: str, value: Tensor, samples: int) -> Tensor | None:  # noqa: ARG002
+        """As for those that are quick: nothing is seen at once."""
+        return None
+
     def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
         """As for `WindowWeights`."""
         return Number(1.0, 1.0)
@@ -70,11 +73,12 @@ class Alone:
 class BySamples(Alone):
     """Micro-batches of a window in which every loss is a mean over samples."""
 
+    is_quick = True
+
     def __init__(self, knowledge: LossKnowledge, samples: int) -> None:
         self._knowledge = knowledge
         self._samples = samples
         self._share = 1.0
-        self.weigh_at_once = self._at_once
 
     def enter(self, start: int, samples: int, batch: Any) -> None:  # noqa: ARG002 - as of a window
         """Begin the micro-batch of so many samples."""
@@ -90,7 +94,8 @@ class BySamples(Alone):
             raise RecheckWindow(changed(loss.name, "is a (sum, weight) pair, and was not there when it was checked"))
         return loss.value if self._share == 1.0 else loss.value * self._share
 
-    def _at_once(self, _name: str, value: Tensor, samples: int) -> Tensor:
+    def weigh_at_once(self, _name: str, value: Tensor, samples: int) -> Tensor:
+        """Return what the only loss adds, given its value and the samples."""
         return value if samples == self._samples else value * (samples / self._samples)
 
     def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
@@ -134,7 +139,7 @@ class WindowWeights:
             from.
 
     Attributes:
-        weigh_at_once: As for `Alone`; for a mean over classes.
+        is_quick: As for `Alone`.
     """
 
     def __init__(
@@ -156,7 +161,7 @@ class WindowWeights:
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._parts: list[MicroBatch] = []
         is_read = [known.kind for _, known in knowledge.items()] == [_READ]
-        self.weigh_at_once = self._at_once if is_read and not compares and totals is None else None
+        self.is_quick = is_read and not compares and totals is None
         self._is_nested = window.is_nested
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
@@ -182,14 +187,14 @@ class WindowWeights:
         if not loss.value.requires_grad:
             return loss.value  # the caller says of a loss that it has no gradient
         known = self._known(loss)
-        if self.weigh_at_once is not None and (value := self.weigh_at_once(loss.name, loss.value, 0)) is not None:
+        if self.is_quick and (value := self.weigh_at_once(loss.name, loss.value, 0)) is not None:
             return value
         summands = self._summands(loss, known)
         factors = [self._factor(loss, n, known[n], summand) for n, summand in enumerate(summands)]
         return self._scaled(loss, summands, factors, has_sum=not all(one.is_weighed for one in known))
 
-    def _at_once(self, name: str, value: Tensor, _samples: int) -> Tensor | None:
-        """Return what a mean over classes adds; None for anything else."""
+    def weigh_at_once(self, name: str, value: Tensor, _samples: int) -> Tensor | None:
+        """Return what the only loss adds, where it is a mean over classes; None for anything else."""
         weight = weight_at_once(value)
         if not weight:
             return None
