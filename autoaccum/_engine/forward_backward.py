@@ -173,15 +173,18 @@ class GradientStep:
             samples: Its samples.
             lanes: How each forward pass runs, and how its losses are weighed.
         """
-        stage = self.stage
+        stage, context, scale = self.stage, self.precision.autocast(), self.scale
         for run, weigh in lanes:
             stage.phase = Phase.FORWARD
-            with self.precision.autocast():
+            with context:
                 found = run(batch, samples)
             total = weigh(found, batch, samples)
             del found  # outputs, which a loss seldom needs for its gradient
-            if total is not None:
+            if total is not None and self.watch is not None:
                 self.backward(total)
+            elif total is not None:
+                stage.phase = Phase.BACKWARD
+                (total if scale is None else scale(total)).backward()  # type: ignore[no-untyped-call]
 
     def lanes(self, weights: Alone | WindowWeights, into: PartResult, at: Progress) -> list[Lane]:
         """Return how micro-batches run with losses of any form.

@@ -342,13 +342,18 @@ def put_back(
 
 def _writes_in_order(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step is nothing but a loop of torch's own: over parameters, or over lists of one device and type."""
-    parts = getattr(optimizer, "parts", None) or [optimizer]
-    are_torchs = all(type(part).__module__.startswith("torch.optim.") for part in parts)
-    has_hooks = any(_HOOKS_OF_ALL) or any(
-        one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks for one in (optimizer, *parts)
-    )
-    steps = [vars(one)["step"] for one in (optimizer, *parts) if "step" in vars(one)]  # as schedulers wrap it
-    return are_torchs and not has_hooks and all(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
+    if any(_HOOKS_OF_ALL):
+        return False
+    parts = getattr(optimizer, "parts", None)
+    for one in [optimizer] if parts is None else [optimizer, *parts]:
+        step = vars(one).get("step")  # as schedulers wrap it
+        if one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks:
+            return False
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            return False
+        if not (type(one).__module__.startswith("torch.optim.") or hasattr(one, "parts")):
+            return False
+    return True
 
 
 class _Begun:

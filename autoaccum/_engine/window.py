@@ -257,7 +257,8 @@ class Engine:
         given = self._micro_batches.run(
             self._window, self.at, self._totals, is_due=self.is_due, measures_noise=self._measures_noise
         )
-        self._step.objective.knowledge.warn_if_unchecked()
+        if self._step.objective.knowledge.owes_warning:
+            self._step.objective.knowledge.warn_if_unchecked()
         return given
 
     def _run_checked(self) -> PartResult:

@@ -53,6 +53,7 @@ class LossKnowledge:
         is_tried_now: Whether such a check was tried, whatever it confirmed.
         failures: Windows in a row whose weights were predicted wrong.
         counted: What all ranks count in the window for which losses are tried; None in one process.
+        owes_warning: Whether it is to be warned of what is known of a single sample alone.
         said: Warnings of gradients that may be wrong.
     """
 
@@ -63,7 +64,7 @@ class LossKnowledge:
         self.counted: Mapping[Count, float] | None = None
         self.failures = 0
         self.said = LossWarnings()
-        self._owes_warning = False
+        self.owes_warning = False
         self._asked_of: list[list[Known]] = []
         self._incomplete = 0  # checks in a row that have not confirmed every loss
         self._graphs: set[tuple[Any, ...]] = set()  # the forms of graphs in windows that were checked
@@ -193,7 +194,7 @@ class LossKnowledge:
         self._incomplete = 0 if is_complete else self._incomplete + 1
         self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
         self.is_checked_now = is_complete or not self.summands.keys() >= found.keys()
-        self._owes_warning = not is_checked and not self.summands.keys() >= found.keys()
+        self.owes_warning = not is_checked and not self.summands.keys() >= found.keys()
         for name, known in found.items():
             before = self.summands.get(name)
             both = merged(known, before) if before and len(before) == len(known) else None
@@ -262,7 +263,7 @@ class LossKnowledge:
 
     def warn_if_unchecked(self, *, is_said: bool = True) -> None:
         """Warn of what is known of a single sample alone, or forget it; not before that sample has fitted."""
-        owes, self._owes_warning = self._owes_warning, False
+        owes, self.owes_warning = self.owes_warning, False
         if owes and is_said:
             self.said.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
