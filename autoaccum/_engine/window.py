@@ -152,11 +152,13 @@ class Engine:
         self.is_at_work = True
         try:
             self._begin(window, measures_noise=measures_noise)
-            yield
-        except BaseException as error:
-            if not is_final():
-                self._give_up(error)
-            raise
+            try:
+                yield
+            except BaseException as error:
+                if not is_final():
+                    self._give_up(error)
+                self.is_half_done = False
+                raise
         finally:
             self._end()
         self.is_half_done = False
