@@ -33,9 +33,10 @@ from autoaccum.errors import (
 if TYPE_CHECKING:
     from autoaccum._callbacks import Callback, EarlyStopping, StopTraining
     from autoaccum._data.batches import Window
+    from autoaccum._data.packed_rows import PackedRows
     from autoaccum._data.pieces import Split
     from autoaccum._data.regrouping import windows
-    from autoaccum._data.splits import Along, ListOfSamples, PackedRows
+    from autoaccum._data.splits import Along, ListOfSamples
     from autoaccum._distributed.process_group import join_ranks
     from autoaccum._engine.probing import find_micro_batch
     from autoaccum._evaluation.any_batch import batched
@@ -57,7 +58,8 @@ _NAMES = {
     "_data.batches": ("Window",),
     "_data.pieces": ("Split",),
     "_data.regrouping": ("windows",),
-    "_data.splits": ("Along", "ListOfSamples", "PackedRows"),
+    "_data.packed_rows": ("PackedRows",),
+    "_data.splits": ("Along", "ListOfSamples"),
     "_distributed.process_group": ("join_ranks",),
     "_evaluation.any_batch": ("batched",),
     "_saving.chunked_loss": ("ChunkedLoss",),

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from autoaccum._data.batches import Window
+from autoaccum._data.packed_rows import PackedRows
 from autoaccum._data.reading import refuse_flattened
-from autoaccum._data.splits import PackedRows
 from autoaccum._engine.options import Options
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
