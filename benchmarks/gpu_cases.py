@@ -704,7 +704,7 @@ def saving(findings):
 
 def _head(_connection, tokens, features, classes, device):
     """Return median seconds of forward and backward of a head's loss: of whole logits, in chunks, by Liger."""
-    from autoaccum._engine import chunked_loss  # noqa: PLC0415 - which kernel is taken has no public name
+    from autoaccum._saving import chunked_loss  # noqa: PLC0415 - which kernel is taken has no public name
 
     head = nn.Linear(features, classes, bias=False, device=device)
     hidden = torch.randn(tokens, features, device=device, requires_grad=True)

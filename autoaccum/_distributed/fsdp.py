@@ -21,6 +21,7 @@ from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, samp
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
+from autoaccum._engine.peers import BeginAgain
 from autoaccum._loss.sample_choices import choices
 from autoaccum._loss.window_weights import Nothing
 from autoaccum._oom import first_line, is_oom
@@ -91,8 +92,13 @@ class ShardedRankPeers(RankPeers):
             raise given.doubt.error
         try:
             super().agree(given, at)
-        finally:
-            self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
+        except BeginAgain:
+            self._take_larger()
+            raise
+        self._take_larger()
+
+    def _take_larger(self) -> None:
+        self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
 
     def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
         """Sum losses and buffers; gradients have already been reduced, pass by pass."""

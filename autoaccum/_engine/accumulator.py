@@ -91,7 +91,8 @@ class GradientAccumulator:
         self._is_added = False
         try:
             step.clear_gradients()
-            with engine.window(window, is_final=lambda: self._is_added, on_change=self._on_change):
+            try:
+                engine.begin(window, is_final=lambda: self._is_added, on_change=self._on_change)
                 while True:
                     with engine.attempt():
                         given = engine.gradient()
@@ -101,6 +102,11 @@ class GradientAccumulator:
                         self._peers.decide(reduced)
                         self._add()
                         break
+            except BaseException as error:
+                engine.give_up(error)
+                raise
+            finally:
+                engine.end()
             elapsed_s = time.perf_counter() - started
             engine.complete(elapsed_s)
         except BaseException as error:

@@ -71,8 +71,9 @@ class DueChecks:
         # What must not have changed: None for what is not known.
         self._state: tuple[Any, ...] | None = None
         self._epoch = 0  # rises when it changes: what is known of every structure is void then
+        self._held: list[Any] = []  # what is compared by its id, which nothing else gets meanwhile
         self._hooked: list[bool] = []
-        # The parameters and parts of each module that has any.
+        # The parameters and parts of each module.
         self._tables: list[dict[str, Any]] = []
         self._handles = 0
 
@@ -87,7 +88,7 @@ class DueChecks:
         self._now = known
         number = known.windows = known.windows + 1
         if self._has_changed():
-            self._state, self._epoch = None, self._epoch + 1
+            self._state, self._held, self._epoch = None, [], self._epoch + 1
         return is_number_due(number) or known.epoch != self._epoch
 
     def is_first(self) -> bool:
@@ -98,11 +99,11 @@ class DueChecks:
         """Note that a window is complete that was checked."""
         step, known = self._step, self._now
         known.epoch = self._epoch
-        modules = (
-            [] if step.is_sharded else step.objective.modules
-        )  # `fully_shard` swaps parameters, which is no change
+        # `fully_shard` swaps parameters, which is no change.
+        modules = [] if step.is_sharded else step.objective.modules
         parts = chain.from_iterable(module.modules() for module in modules)
-        self._tables = [table for part in parts for table in (part._parameters, part._modules) if table]
+        self._tables = [table for part in parts for table in (part._parameters, part._modules)]
+        self._held = list(chain.from_iterable(map(_VALUES, self._tables)))
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         batch = window.plain_batch()
         tensors = batch.values() if type(batch) is dict else batch

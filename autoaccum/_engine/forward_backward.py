@@ -185,6 +185,7 @@ class GradientStep:
             elif total is not None:
                 stage.phase = Phase.BACKWARD
                 (total if scale is None else scale(total)).backward()  # type: ignore[no-untyped-call]
+            del total  # its graph, before the next one
 
     def lanes(self, weights: Alone | WindowWeights, into: PartResult, at: Progress) -> list[Lane]:
         """Return how micro-batches run with losses of any form.

@@ -19,8 +19,6 @@ from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.explaining import OF_SPLIT
-from autoaccum._loss.knowledge import RecheckWindow, changed
-from autoaccum._loss.loss_values import LossValue
 from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum._loss.summands import is_same
 from autoaccum._loss.window_weights import Alone, BySamples, WindowWeights, go_by_samples
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import Peers
     from autoaccum._engine.savepoint import Savepoint
+    from autoaccum._loss.loss_sources import Source
     from autoaccum._loss.settling import Totals
     from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.sizing import Sizing
@@ -107,7 +106,7 @@ class MicroBatches:
             at.sizes = (*at.sizes[:earlier], *sizes)
             if weights is None:
                 self._check_losses(window, at, sizes, is_due=is_due)
-                weights = self._weights_of(window, at, totals, is_due=is_due, is_plain=noise is None)
+                weights = self._weights_of(window, at, totals, is_due=is_due, is_noisy=noise is not None)
                 lanes = self._lanes(window, weights, given, at, is_due=is_due)
             if sizing.measures and sizing.is_learning and noise is None:
                 sizes = sizes[:1]  # its measurement decides the next size
@@ -162,13 +161,14 @@ class MicroBatches:
         losses, weigh_at_once = given.loss(name), weights.weigh_at_once
 
         def weigh(value: Any, batch: Any, samples: int) -> Tensor | None:
-            if not (isinstance(value, Tensor) and not value.dim() and value.requires_grad):
+            loss = None
+            if isinstance(value, Tensor) and not value.dim() and value.requires_grad:
+                loss = weigh_at_once(name, value, samples)
+            else:
                 self._is_number = False
-                raise RecheckWindow(changed(name, "is no number with a gradient, and was one in earlier windows"))
-            loss = weigh_at_once(name, value, samples)
             if loss is None:
                 ((_, otherwise),) = self._step.lanes(weights, given, at)
-                return otherwise(([LossValue(name, value)], None), batch, samples)
+                return otherwise((self._step.objective.read(value, samples), None), batch, samples)
             # Without a factor, it may be a buffer that the next micro-batch overwrites.
             losses.append(loss.detach() if loss is not value or samples == given.samples else loss.detach().clone())
             return loss
@@ -228,13 +228,13 @@ class MicroBatches:
         step.memory.trim()  # the window needs it
 
     def _weights_of(
-        self, window: Window, at: Progress, totals: Totals | None, *, is_due: bool, is_plain: bool
+        self, window: Window, at: Progress, totals: Totals | None, *, is_due: bool, is_noisy: bool
     ) -> Alone | WindowWeights:
-        """Return what weighs the losses of a window, or of this process's part of it; `is_plain` for its loss alone."""
+        """Return what weighs the losses of a window, or of this process's part of it."""
         knowledge, is_part = self._step.objective.knowledge, self.peers.is_part
         if window.kinds is None:
             knowledge.refuse_number(window, is_part=is_part)
-        if is_plain and not is_part and go_by_samples(knowledge, self._step.objective.calls.loss, window):
+        if not is_noisy and not is_part and go_by_samples(knowledge, self._step.objective.calls.loss, window):
             return BySamples(knowledge, window.samples)
         if len(at.sizes) == 1 and not is_part:
             return Alone(knowledge)
@@ -268,17 +268,20 @@ class MicroBatches:
                 batch = copied(next(feed))
                 weights.enter(start, size, batch)
                 for source in step.objective.calls.sources:
-                    with step.precision.autocast():
-                        losses, _ = step.objective.values(source, batch, size)
-                    for loss in losses:
-                        if not loss.is_reported:
-                            weights.note(loss)
-                    del losses
+                    self._note_weights(source, batch, size, weights)
         at.size = None
         self._before_trying.restore()
         self._before_trying.forget_attributes()
         weights.finish()
         return weights.totals()
+
+    def _note_weights(self, source: Source, batch: Any, samples: int, weights: WindowWeights) -> None:
+        """Run one forward pass, and note what its losses are divided by; nothing of it is left."""
+        with self._step.precision.autocast():
+            losses, _ = self._step.objective.values(source, batch, samples)
+        for loss in losses:
+            if not loss.is_reported:
+                weights.note(loss)
 
     # --- windows in which the noise of gradients is measured ----------------------------------------------------------
 

@@ -88,7 +88,7 @@ class OptimizerSteps:
         self._is_unseen = False  # whether it may write without moving a version counter
         self._is_nested = False  # whether its state, or a group, holds what it can change in place
         self._copy: OptimizerCopy | None = None  # of what the next step writes, if that is to be measured
-        self._first: list[nn.Parameter] | None = None  # what its loops begin with; None if it is not known
+        self._first: list[tuple[int, int]] | None = None  # what its loops begin with: groups, and places in them
 
     def make(self) -> None:
         """Make one optimizer step from the accumulated gradients, which does not count; errors as for its parts."""
@@ -201,15 +201,14 @@ class OptimizerSteps:
 
     def _watched(self) -> _Begun | _Written:
         """Return what shows after a step that failed whether it had begun to write."""
-        if self._is_nested or self._is_unseen or not _writes_in_order(self._optimizer):
-            return _Written(self._optimizer, is_unseen=self._is_unseen, is_nested=self._is_nested)
-        if self._first is None:
-            groups = [
-                {(one.device, one.dtype): one for one in reversed(group["params"]) if one.grad is not None}
-                for group in self._optimizer.param_groups
-            ]
-            self._first = [parameter for group in groups for parameter in group.values()]
-        return _Begun(self._optimizer, self._first)
+        optimizer = self._optimizer
+        if not (self._is_nested or self._is_unseen) and _writes_in_order(optimizer) and all(optimizer.state.values()):
+            if self._first is None:
+                self._first = _beginnings(optimizer)
+            begun = _Begun(optimizer, [optimizer.param_groups[group]["params"][place] for group, place in self._first])
+            if begun.is_seen:
+                return begun
+        return _Written(optimizer, is_unseen=self._is_unseen, is_nested=self._is_nested)
 
     def _learn(self, copy: OptimizerCopy, watch: Transients) -> None:
         """Learn from a measured step what later ones need, and how they write."""
@@ -344,22 +343,34 @@ def _writes_in_order(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step is nothing but a loop of torch's own: over parameters, or over lists of one device and type."""
     if any(_HOOKS_OF_ALL):
         return False
-    parts = getattr(optimizer, "parts", None)
-    for one in [optimizer] if parts is None else [optimizer, *parts]:
+    for one in [optimizer, *getattr(optimizer, "parts", ())]:  # of a list of optimizers
         step = vars(one).get("step")  # as schedulers wrap it
         if one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks:
             return False
-        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        if step is not None and getattr(step, "__wrapped__", None) is not type(one).step:
             return False
-        if not (type(one).__module__.startswith("torch.optim.") or hasattr(one, "parts")):
+        if not type(one).__module__.startswith(("torch.optim.", "autoaccum.")):
             return False
     return True
+
+
+def _beginnings(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Return the first parameter with a gradient in each group, of each device and type: its group, its place there."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        places = reversed([place for place, one in enumerate(group["params"]) if one.grad is not None])
+        first = {(group["params"][place].device, group["params"][place].dtype): place for place in places}
+        found += [(number, place) for place in first.values()]
+    return found
 
 
 class _Begun:
     """What a step of torch's own optimizers writes before all else: the first parameter of each loop, and its state.
 
     Before that it may make state, and change settings.
+
+    Attributes:
+        is_seen: Whether all of that is tensors, whose version counters move.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, first: Sequence[nn.Parameter]) -> None:
@@ -367,6 +378,7 @@ class _Begun:
         self._settings, self._holders = list(map(dict, optimizer.param_groups)), len(optimizer.state)
         states = [optimizer.state[one].values() for one in first if one in optimizer.state]
         self._tensors = [*first, *chain.from_iterable(states)]
+        self.is_seen = all(isinstance(one, Tensor) for one in self._tensors)
         self._versions = _read_versions(self._tensors)
 
     def undo(self) -> bool:

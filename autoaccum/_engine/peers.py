@@ -105,7 +105,9 @@ class Peers:
         if self._optimizer_steps is not None:
             norm = self._optimizer_steps.unscale_and_clip(factor)
         elif not isinstance(factor, float) or factor != 1.0:
-            torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
+            gradients = [one.grad for one in self._step.parameters if one.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
         return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def decide(self, reduced: WindowResult) -> WindowResult:

@@ -1,11 +1,17 @@
 """Computes the gradient of one window after the other, and restores the state before a window that fails.
 
-    with engine.window(batch, is_final=...):
+    try:
+        engine.begin(batch, is_final=...)
         while True:
             with engine.attempt():
                 given = engine.gradient()
                 ...  # make an optimizer step of it, or add it to earlier gradients
                 break
+    except BaseException as error:
+        engine.give_up(error)
+        raise
+    finally:
+        engine.end()
 
 What fails within an attempt is undone. If it was lack of memory, the next attempt has smaller micro-batches; if a loss
 is not what is known of it, the next one checks it. Anything else ends the window. Nothing is undone that `is_final`.
@@ -110,7 +116,7 @@ class Engine:
         self.checks = DueChecks(step, is_part=peers.is_part)
         self._micro_batches = MicroBatches(step, sizing, self._savepoint, norms=self._norms, peers=peers, noise=noise)
         self._is_quiet = self.is_due = self.has_lost_parameters = False
-        self.is_at_work = self.is_half_done = False
+        self.is_at_work = self._is_begun = self.is_half_done = False
         self.oom_events: list[MemoryEvent] = []
         self.at = Progress()
         # Of the current window: what its micro-batches have given, and why the last attempt lacked memory.
@@ -125,43 +131,39 @@ class Engine:
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def window(
+    def begin(
         self,
         window: Window,
         *,
         is_final: Callable[[], bool],
         on_change: Callable[[], None],
         measures_noise: bool = False,
-    ) -> Iterator[None]:
-        """Begin a window whose attempts are made in this block; where it fails, the state before is restored.
+    ) -> None:
+        """Begin a window.
 
         Args:
             window: The window, or this process's part of it, which may be empty.
             is_final: Whether nothing may be undone any more, whatever fails.
             on_change: Called when parameters, or which of them are trained, have changed.
             measures_noise: Whether to measure the noise of its gradient.
-
-        Raises:
-            DoesNotFitError: Not even one sample at a time fits.
-            DeviceLostError: This process can no longer use the device.
-            StateDamagedError: The window failed after something was written that cannot be restored.
         """
-        self._window, self._is_final, self._on_change = window, is_final, on_change
         self._versions_of_data = window.versions()
+        self._window, self._is_final, self._on_change = window, is_final, on_change
         self.is_at_work = True
-        try:
-            self._begin(window, measures_noise=measures_noise)
-            try:
-                yield
-            except BaseException as error:
-                if not is_final():
-                    self._give_up(error)
-                self.is_half_done = False
-                raise
-        finally:
-            self._end()
-        self.is_half_done = False
+        self._prepare(window, measures_noise=measures_noise)
+        self._is_begun = True
+
+    def end(self) -> None:
+        """Release the window, whether it is complete or given up."""
+        if not self.is_at_work:
+            return
+        if self._norms.rescales:
+            self._norms.put_back()
+        if self._window.versions() != self._versions_of_data:
+            self._step.transfer.copy_always()
+        self._given = None
+        self.is_at_work = self._is_begun = False
+        del self._window, self._is_final, self._on_change
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -174,6 +176,7 @@ class Engine:
                 self._make_smaller(event)
         try:
             yield
+            self.is_half_done = False
         except (RecheckWindow, NotSettled, BeginAgain) as error:
             self._has_failed = True
             self._run_again(error)
@@ -206,10 +209,9 @@ class Engine:
 
     def abandon(self) -> None:
         """Restore the state before the window, which no process makes an optimizer step of."""
-        self._refuse_changed_data("processes do not fit together")
         self._restore()
 
-    def _begin(self, window: Window, *, measures_noise: bool) -> None:
+    def _prepare(self, window: Window, *, measures_noise: bool) -> None:
         """Prepare the micro-batches of a window."""
         step = self._step
         self._measures_noise, self._totals = measures_noise, None
@@ -282,16 +284,6 @@ class Engine:
                 warn_of_moving_state(step.objective, moved)
             warn_of_hooks(step.parameters, self._notices)
         return given
-
-    def _end(self) -> None:
-        """Release the window."""
-        self.is_at_work = False
-        if self._norms.rescales:
-            self._norms.put_back()
-        if self._window.versions() != self._versions_of_data:
-            self._step.transfer.copy_always()
-        self._given = None
-        del self._window, self._is_final, self._on_change
 
     def complete(self, elapsed_s: float) -> None:
         """Learn from a window that is finished, and took so many seconds; choose the sizes of the next."""
@@ -374,6 +366,8 @@ class Engine:
                 if step.optimizer_steps is not None:
                     self._savepoint.expect(step.optimizer_steps.take_undone())
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
+            if self._given is not None:
+                self._given.outputs.clear()
             at.done, at.size, at.sizes, self._given = 0, None, (), None
             self.is_half_done = False
 
@@ -424,13 +418,18 @@ class Engine:
 
     # --- no way to go on: give the window up --------------------------------------------------------------------------
 
-    def _give_up(self, error: BaseException) -> None:
-        """Restore the state before the window, and add to the error what it does not say itself.
+    def give_up(self, error: BaseException) -> None:
+        """Restore the state before the window, if it is not final, and add to the error what it does not say itself.
 
         Raises:
             DeviceLostError: This process can no longer use the device.
             DoesNotFitError: Not even one sample at a time fits.
         """
+        if not self._is_begun:
+            return
+        if self._is_final():
+            self.is_half_done = False
+            return
         if is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
         torch.set_grad_enabled(self._has_grad_mode)  # which an interrupt within torch's own no_grad can leave off

@@ -107,7 +107,8 @@ class WindowRunner:
         try:
             if self._step.holds_gradients():
                 drop_old_gradients(self._step, self._notices)
-            with engine.window(part, is_final=self._is_made, on_change=self._on_change, measures_noise=measures):
+            try:
+                engine.begin(part, is_final=self._is_made, on_change=self._on_change, measures_noise=measures)
                 while True:
                     with engine.attempt():
                         given = engine.gradient()
@@ -120,6 +121,11 @@ class WindowRunner:
                         reduced = peers.decide(reduced)
                         skipped = self._step_optimizer()
                         break
+            except BaseException as error:
+                engine.give_up(error)
+                raise
+            finally:
+                engine.end()
             elapsed_s = time.perf_counter() - started
             if part.samples:
                 engine.complete(elapsed_s)

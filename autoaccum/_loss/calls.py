@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CALLS_USER_CODE = True  # for own_code.raised_here
 
 # For recognising (inputs, targets) as `is_pair` does, inlined because it is done for every micro-batch.
-PAIRS, PAIR = (tuple, list), 2
+_PAIRS, _PAIR = (tuple, list), 2
 
 
 class _NoLossError(InvalidInputError):
@@ -130,11 +130,11 @@ class Calls:
                     raise
                 return {}
         else:
-            is_pair = isinstance(batch, PAIRS) and len(batch) == PAIR
+            is_of_two = isinstance(batch, _PAIRS) and len(batch) == _PAIR
             if self.kind is not None:
-                self._check_torch(outputs, batch, is_pair=is_pair)
+                self._check_torch(outputs, batch, is_pair=is_of_two)
             try:
-                raw = self.loss(outputs, batch[1] if is_pair else batch)  # type: ignore[operator]
+                raw = self.loss(outputs, batch[1] if is_of_two else batch)  # type: ignore[operator]
             except TypeError as error:
                 calling_conventions.explain_single(error, self._losses[0], outputs)
                 raise
@@ -205,7 +205,7 @@ class Calls:
         model = self.model
         inputs: list[Any] = [batch]
         entries: dict[str, Any] = {}
-        if isinstance(batch, PAIRS) and len(batch) == PAIR:
+        if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             inputs = [batch[0]]
         elif isinstance(batch, Mapping):
             accepted = None if self.loss is None else self._accepted

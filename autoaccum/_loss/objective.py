@@ -6,6 +6,7 @@ Returns losses with their graphs, which the caller back-propagates. `window_weig
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from autoaccum._loss.torch_losses import of_torch
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
@@ -104,6 +105,10 @@ class Objective:
             with torch.enable_grad():
                 raw, outputs = source.run(self.calls, batch)
         return self._values(raw, samples, source.total), outputs
+
+    def read(self, raw: Any, samples: int) -> list[LossValue]:
+        """Return the losses that a loss of a pair has returned."""
+        return self._values(raw if isinstance(raw, Mapping) else {TOTAL: raw}, samples, TOTAL)
 
     def values_of(self, outputs: Any, batch: Any, samples: int) -> list[LossValue]:
         """Return the losses of existing outputs; not for a list of losses, which compute their own.
@@ -220,13 +225,13 @@ class Objective:
         reduction = None if self.calls.kind is None else getattr(self.calls.loss, "reduction", "mean")
         if reduction == self.settings:
             return
-        self.settings = reduction
         known, asked = of_torch(self.calls.loss), self._loss_reduction
         if known is not None and asked is not None and (asked == "sum") != (known.reduction is Reduction.SUM):
             raise InvalidInputError(
                 f"loss_reduction={asked!r} contradicts the loss, a {self.calls.kind.__name__} with "
                 f"reduction={reduction!r}; leave loss_reduction out"
             )
+        self.settings = reduction
         self.knowledge.state(TOTAL, known)
 
     # --- losses -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -384,3 +385,57 @@ def test_step_that_fails_after_it_wrote_a_tensor_of_its_group_is_not_repeated():
     optimizer.fails = True
     with pytest.raises(autoaccum.errors.StateDamagedError):
         runner.step((torch.randn(6, 3), torch.randint(0, 2, (6,))))
+
+
+# --- what a step of torch's optimizers writes before it fails ---------------------------------------------------------
+
+
+def test_step_counters_that_are_numbers_go_back_with_a_step_that_failed():
+    model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True, mode="mean"))
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    runner = runner_of(model, optimizer, 8, 8, loss=lambda outputs, targets: (outputs - targets).square().mean())
+    batch = torch.randint(0, 20, (8, 3)), torch.randn(8, 4)
+    for _ in range(3):
+        runner.step(batch)
+
+    with FailIn(torch.optim._functional, "sparse_adam", out_of_memory()):
+        runner.step(batch)
+
+    assert [state["step"] for state in optimizer.state.values()] == [4]
+
+
+def test_state_that_was_emptied_is_empty_again_after_a_step_that_failed():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    runner = runner_of(model, optimizer, 8, 8, loss=nn.MSELoss())
+    batch = torch.randn(8, 3), torch.randn(8, 2)
+    for _ in range(3):
+        runner.step(batch)
+    for state in optimizer.state.values():
+        state.clear()
+
+    with FailIn(torch, "zeros_like", out_of_memory(), call=2):
+        runner.step(batch)
+
+    assert [state["step"].item() for state in optimizer.state.values()] == [1, 1]
+
+
+def test_what_is_written_of_parameters_that_have_replaced_others_is_seen():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    runner = runner_of(model, optimizer, 8, 8, loss=nn.MSELoss())
+    batch = torch.randn(8, 3), torch.randn(8, 3)
+    for _ in range(5):
+        runner.step(batch)
+    model[0], model[1] = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    for _ in range(2):
+        runner.step(batch)
+
+    def begun(_params, _grads, averages, *rest, **_):
+        rest[2][0] += 1
+        averages[0].mul_(0.9)
+        raise out_of_memory()
+
+    with mock.patch("torch.optim.adam._single_tensor_adam", begun), pytest.raises(autoaccum.errors.StateDamagedError):
+        runner.step(batch)

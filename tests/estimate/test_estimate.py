@@ -4,10 +4,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from allocations import real_peak
-from autoaccum._engine import chunked_loss
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import GPU
 from autoaccum._memory.simulated import Simulated
+from autoaccum._saving import chunked_loss
 from autoaccum._saving.checkpointing import checkpointed
 from autoaccum._saving.chunked_head import chunked
 from autoaccum._saving.chunked_loss import ChunkedLoss

@@ -13,8 +13,8 @@ import autoaccum
 from autoaccum._cli.doctor import examine
 from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
-from autoaccum._engine import chunked_loss
 from autoaccum._memory.available_devices import backend_for
+from autoaccum._saving import chunked_loss
 from autoaccum._saving.savings import offloaded
 from helpers import assert_bitwise, logged
 

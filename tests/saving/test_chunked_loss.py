@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum import ChunkedLoss
-from autoaccum._engine import chunked_loss
 from autoaccum._memory.simulated import Simulated
+from autoaccum._saving import chunked_loss
 
 V, D, N, T = 50, 16, 4, 10
 GIVEN = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def test_logits_are_never_whole():
 OF_LIGER = """
     import torch
     from torch.nn import functional
-    from autoaccum._engine import chunked_loss
+    from autoaccum._saving import chunked_loss
 
     torch.manual_seed(0)
     for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):

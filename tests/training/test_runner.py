@@ -72,6 +72,70 @@ def test_module_that_is_swapped_in_between_two_windows_keeps_no_gradients(capsys
     assert "2 parameters that need a gradient are not in the optimizer" in capsys.readouterr().err
 
 
+class Scaled(nn.Module):
+    """A module that has no parts, until it gets one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.adapter = nn.Parameter(torch.ones(4)), None
+
+    def forward(self, inputs):
+        inputs = inputs * self.weight
+        return inputs if self.adapter is None else inputs + self.adapter(inputs)
+
+
+def test_gradients_of_a_part_that_a_module_gets_later_are_added_and_put_back_as_any_other():
+    model = nn.Sequential(Scaled())
+    loss, batch = nn.MSELoss(), (torch.randn(8, 4), torch.randn(8, 4))
+    accumulator = autoaccum.Accumulator(model, loss=loss, device="cpu", micro_batch=4)
+    for _ in range(5):
+        accumulator.backward(batch)
+    del model[0].adapter
+    model[0].adapter = nn.Linear(4, 4)
+    model.zero_grad()
+    loss(model(batch[0]), batch[1]).backward()
+    expected = [2 * parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    accumulator.backward(batch)
+    fails = FailOnce(2)
+    handle = model.register_forward_pre_hook(fails)
+    accumulator.backward(batch)
+    handle.remove()
+
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class FailOnce:
+    """Runs out of memory in the pass of this number."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, *_):
+        self.left -= 1
+        if not self.left:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (for this test)")
+
+
+def test_loss_of_a_pair_that_is_a_mapping_computes_nothing_twice():
+    model = nn.Linear(4, 4)
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        autoaccum.plan(8, 4),
+        loss=lambda outputs, targets: {"loss": (outputs - targets).square().mean(), "far": (outputs - targets).max()},
+        loss_reduction="mean",
+        device="cpu",
+    )
+
+    reports = [runner.step((torch.randn(8, 4), torch.randn(8, 4))) for _ in range(6)]
+
+    assert [report.recomputed_samples for report in reports] == [0] * 6
+    assert all("far" in report.losses for report in reports)
+
+
 class Counting(nn.Linear):
     """Counts its forward passes in a buffer."""
 
