@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._data.random_state import RandomState
 
-# The value of `RandomState.taken`, never modified.
+# What `RandomState.take` returns, never modified.
 RandomStates = tuple[Any, ...]
 
 # Generators that a call of `fit` has read from: another call, as in a later notebook cell, would miss those batches.

@@ -29,27 +29,24 @@ class RandomState:
         parts = (part for module in modules for part in module.modules())
         values = [*(value for part in parts for value in vars(part).values()), *further]
         self._own = list({id(value): value for value in values if is_generator(value)}.values())
-        self._states: tuple[Any, ...] | None = None
 
     def take(self, *, of_host: bool = True) -> tuple[Any, ...]:
-        """Save the current states, and return them, which are never modified, for `put_back`.
+        """Return the current states, which are never modified, for `put_back`.
 
         Args:
-            of_host: Whether to save Python's and NumPy's too, which takes 42 microseconds.
+            of_host: Whether to include Python's and NumPy's too, which takes 42 microseconds.
         """
-        self._states = (
+        return (
             torch.default_generator.get_state(),
             None if self._module is None else self._module.get_rng_state(self._device),
             random.getstate() if of_host else None,
             np.random.get_state(legacy=False) if of_host else None,  # noqa: NPY002 - the user's global generator
             tuple(map(_state, self._own)),
         )
-        return self._states
 
-    def put_back(self, taken: tuple[Any, ...] | None = None) -> None:
-        """Restore the states that `take` saved last, or those that it saved, of the same device and modules."""
-        self._states = taken or self.taken
-        of_torch, of_device, of_python, of_numpy, own = self._states
+    def put_back(self, states: tuple[Any, ...]) -> None:
+        """Restore states that `take` has returned, of the same device and modules."""
+        of_torch, of_device, of_python, of_numpy, own = states
         torch.set_rng_state(of_torch)
         if self._module is not None:
             self._module.set_rng_state(of_device, self._device)
@@ -85,17 +82,12 @@ class RandomState:
         for generator in self._own:
             _seed(generator, seed)
 
-    def host_has_moved(self) -> bool:
-        """Whether Python's or NumPy's generator has moved since a `take` that saved them."""
-        _, _, of_python, of_numpy, _ = self.taken
-        now = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
-        return of_python is None or random.getstate() != of_python or pickle.dumps(now) != pickle.dumps(of_numpy)
 
-    @property
-    def taken(self) -> tuple[Any, ...]:
-        """The states that `take` saved last."""
-        assert self._states is not None
-        return self._states
+def host_has_moved(states: tuple[Any, ...]) -> bool:
+    """Whether Python's or NumPy's generator has moved since `RandomState.take` returned these states with them."""
+    _, _, of_python, of_numpy, _ = states
+    now = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
+    return of_python is None or random.getstate() != of_python or pickle.dumps(now) != pickle.dumps(of_numpy)
 
 
 def moved(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[bool]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Progress, WindowResult
+    from autoaccum._engine.savepoint import State
 
 # BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
@@ -61,7 +62,7 @@ class ShardedRankPeers(RankPeers):
     def __init__(self, ranks: Ranks, step: TrainingStep, largest_size: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
         self._training = step
-        self._mark = step.savepoint()
+        self._before: State | None = None  # the state before the last pass with nothing
         self._largest_size = largest_size
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
@@ -182,10 +183,10 @@ class ShardedRankPeers(RankPeers):
 
     def _pass_with_nothing(self) -> None:
         """Make a pass that contributes nothing, since others have samples left."""
-        self._mark.take()
+        self._before = self._step.savepoint.save(self._before)
         batch, samples = self._nothing()
         self._step.accumulate(batch, samples, Nothing(self._step.objective.knowledge), PartResult(samples))
-        self._mark.restore()
+        self._before.restore()
 
     def _nothing(self) -> tuple[Any, int]:
         """Return samples that will count for nothing, on the device, and their number."""
@@ -219,7 +220,7 @@ class ShardedRankPeers(RankPeers):
             with self._in_pass(self._sizing.plan.micro_batch):
                 step.stage.phase = Phase.WEIGH
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
-                objective.check(asked, step.transfer.place, self._mark, step.precision.autocast)
+                objective.check(asked, step.transfer.place, step.savepoint, step.precision.autocast)
 
     def runs_forward_first(self) -> bool:
         """As for `Peers`: windows whose weights cannot be predicted are made again."""

@@ -5,7 +5,7 @@ Nothing is caught here. `stage` records what was being done when something faile
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any, Protocol
@@ -120,14 +120,15 @@ class GradientStep:
         own = (parameter for module in self.objective.modules for parameter in module.parameters())
         return list(dict.fromkeys(own))
 
+    @cached_property
     def savepoint(self) -> Savepoint:
-        """Return a savepoint of all that a pass may change."""
+        """Saves all that a pass may change."""
         return Savepoint(self.objective.modules, self.memory.device, self.objective.calls.functions)
 
-    def check_losses(self, samples: Window, mark: Savepoint, *, at_most: int = MOST_SAMPLES) -> None:
-        """Try the losses on a few samples; `mark` is taken and restored."""
+    def check_losses(self, samples: Window, *, at_most: int = MOST_SAMPLES) -> None:
+        """Try the losses on a few samples; all is as before afterwards."""
         place, autocast = self.transfer.place, self.precision.autocast
-        self.objective.check(samples, place, mark, autocast, self.parameters, at_most=at_most)
+        self.objective.check(samples, place, self.savepoint, autocast, self.parameters, at_most=at_most)
 
     def clear_gradients(self) -> None:
         """Release every gradient, including those of parameters that the optimizer does not hold."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import Progress
     from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import Peers
-    from autoaccum._engine.savepoint import Savepoint
+    from autoaccum._engine.savepoint import State
     from autoaccum._loss.loss_sources import Source
     from autoaccum._loss.settling import Totals
     from autoaccum._loss.summands import SummandKey
@@ -59,7 +59,6 @@ class MicroBatches:
         self,
         step: GradientStep,
         sizing: Sizing,
-        savepoint: Savepoint,
         *,
         norms: BatchNorms,
         peers: Peers,
@@ -73,24 +72,30 @@ class MicroBatches:
         self._windows_due = 0  # with a loss of torch
         self._adds_up = False  # whether the split's weight was seen to
         self._is_number = True  # whether the loss of a pair was a number in all windows
-        # Of the state before losses are tried on a few samples.
-        self._before_trying = savepoint.like_it()
-        self._whole = WholeWindow(step, savepoint) if step.options.loss_scope == "window" else None
+        self._whole = WholeWindow(step) if step.options.loss_scope == "window" else None
 
     def run(
-        self, window: Window, at: Progress, totals: Totals | None, *, is_due: bool, measures_noise: bool
+        self,
+        window: Window,
+        at: Progress,
+        at_start: State,
+        totals: Totals | None,
+        *,
+        is_due: bool,
+        measures_noise: bool,
     ) -> PartResult:
         """Run a window, or this process's part, from its start.
 
         Args:
             window: The samples.
             at: Follows the micro-batches.
+            at_start: The state before the window.
             totals: Predict, or are, the weights of all parts; None if nothing is known of other parts.
             is_due: Whether the window is due for all checks.
             measures_noise: Whether to measure the noise of its gradient.
         """
         if self._whole is not None:
-            return self._run_whole(self._whole, window, at, is_due=is_due)
+            return self._run_whole(self._whole, window, at, at_start, is_due=is_due)
         step, sizing, stage, given = self._step, self._sizing, self._step.stage, PartResult(window.samples)
         noise = self._noise if measures_noise else None
         run = step.run if step.passes is None else step.run_with_others
@@ -175,7 +180,9 @@ class MicroBatches:
 
         return weigh
 
-    def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_due: bool) -> PartResult:
+    def _run_whole(
+        self, whole: WholeWindow, window: Window, at: Progress, at_start: State, *, is_due: bool
+    ) -> PartResult:
         """Run a window whose loss is computed over all of it."""
         at.sizes = self._sizing.cut(0)
         before, _ = self._hooks(window, None)
@@ -187,7 +194,7 @@ class MicroBatches:
                 for hook in before:
                     hook(size)
 
-        given = whole.run(window, at.sizes, entering=enter, is_first=is_due)
+        given = whole.run(window, at.sizes, at_start, entering=enter, is_first=is_due)
         at.size = None
         return given
 
@@ -215,16 +222,15 @@ class MicroBatches:
         # With a loss of torch, the training does not need the check, which takes no memory that is not there.
         at_most = _OF_A_MODEL if knowledge.is_torch_loss else MOST_SAMPLES
         try:
-            step.check_losses(window, self._before_trying, at_most=at_most)
+            step.check_losses(window, at_most=at_most)
         except Exception as error:
             if not (knowledge.is_torch_loss and is_oom(error)):
                 raise
             let_go(error)
             knowledge.do_without_check()
             step.memory.release()
-            if not self._before_trying.is_restored:  # which failed, too; once more, or else the window fails
-                self._before_trying.restore()
-        self._before_trying.forget()
+            if step.savepoint.unrestored is not None:  # that failed, too; once more, or else the window fails
+                step.savepoint.unrestored.restore()
         step.memory.trim()  # the window needs it
 
     def _weights_of(
@@ -260,7 +266,7 @@ class MicroBatches:
         """Return the weights of a window's summands, by forward passes alone, with graphs."""
         step, starts = self._step, accumulate(at.sizes[:-1], initial=0)
         weights = WindowWeights(step.objective.knowledge, window)
-        self._before_trying.take(with_attributes=True)
+        before = step.savepoint.save(with_attributes=True)
         step.stage.phase = Phase.FORWARD
         with step.transfer.feed(window, at.sizes) as feed:
             for size, start in zip(at.sizes, starts, strict=True):
@@ -270,8 +276,7 @@ class MicroBatches:
                 for source in step.objective.calls.sources:
                     self._note_weights(source, batch, size, weights)
         at.size = None
-        self._before_trying.restore()
-        self._before_trying.forget_attributes()
+        before.restore()
         weights.finish()
         return weights.totals()
 

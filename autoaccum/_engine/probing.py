@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._engine.savepoint import State
     from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryEvent
@@ -200,9 +201,9 @@ class Trials:
     def __init__(self, step: TrainingStep, batch: Any, samples: int | None = None) -> None:
         self._step = step
         self._batch = batch
-        self._savepoint, self._is_saved = step.savepoint(), False
+        self._before: State | None = None  # the state before the trials
         self._samples = samples
-        self._whole = None if samples is None else WholeWindow(step, self._savepoint)
+        self._whole = None if samples is None else WholeWindow(step)
         # On the host, and before a limit begins, since they are no part of a step.
         self._optimizer = OptimizerCopy(step.optimizer, step.precision.scaler)
         optimizer_modes.train(step.optimizer)
@@ -289,22 +290,21 @@ class Trials:
             self._optimizer.undo()
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
-            if self._is_saved:
-                self._savepoint.restore()
+            if self._before is not None:
+                self._before.restore()
 
     def _one_step(self, size: int) -> None:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self._is_saved:
-            self._savepoint.restore()
+        if self._before is not None:
+            self._before.restore()
         else:
-            self._savepoint.take(is_thorough=True)  # as before the first window, for which most is held
-            self._is_saved = True
+            self._before = self._step.savepoint.save(is_thorough=True)  # as before the first window: most is held
         if self._whole is None or self._samples is None:
             self.one_micro_batch(size)
         else:  # with all the memory of a window, but only the first of its micro-batches
-            self._whole.run(self.window(self._samples), [min(size, self._samples)])
+            self._whole.run(self.window(self._samples), [min(size, self._samples)], self._before)
         self._growing_bytes[size] = self._step.memory.peak_bytes()
         with without_moving_weights(self._step.optimizer):
             self._step.optimizer_steps.make()

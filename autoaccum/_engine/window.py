@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import WindowResult
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import Peers
+    from autoaccum._engine.savepoint import State
     from autoaccum._records import MemoryEvent, Plan
     from autoaccum._sizing.events import Events
     from autoaccum._sizing.sizing import Sizing
@@ -112,9 +113,10 @@ class Engine:
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, step.options.batchnorm, notices)
         self._time_first = TimeFirst(step.objective, notices)
-        self._savepoint = step.savepoint()
+        self._before: State | None = None  # of the current window, once it is saved
+        self._earlier: State | None = None  # of an earlier window, whose memory is used again
         self.checks = DueChecks(step, is_part=peers.is_part)
-        self._micro_batches = MicroBatches(step, sizing, self._savepoint, norms=self._norms, peers=peers, noise=noise)
+        self._micro_batches = MicroBatches(step, sizing, norms=self._norms, peers=peers, noise=noise)
         self._is_quiet = self.is_due = self.has_lost_parameters = False
         self.is_at_work = self._is_begun = self.is_half_done = False
         self.oom_events: list[MemoryEvent] = []
@@ -122,7 +124,7 @@ class Engine:
         # Of the current window: what its micro-batches have given, and why the last attempt lacked memory.
         self._given: PartResult | None = None
         self._lack: MemoryEvent | None = None
-        self._is_saved = self._is_checked_again = self._has_failed = False
+        self._is_checked_again = self._has_failed = False
         self._warnings_reported = 0
         self._last_oom: int | None = None  # the window in which memory last ran out, by the windows done before it
         self._windows_are_long, self._sizes_are_fixed = True, False
@@ -193,13 +195,16 @@ class Engine:
         """
         self._peers.begin_attempt()
         if self._given is None:
-            if not self._is_saved:
+            if self._before is None:
                 self._step.stage.phase = Phase.SAVE
-                copies_all, with_host_random = self.is_due and self.checks.is_first(), self._windows_are_long
-                self._savepoint.take(copies_all=copies_all, is_thorough=self.is_due, with_host_random=with_host_random)
-                self._is_saved = True
+                self._before = self._earlier = self._step.savepoint.save(
+                    self._earlier,
+                    copies_all=self.is_due and self.checks.is_first(),
+                    is_thorough=self.is_due,
+                    with_host_random=self._windows_are_long,
+                )
             self.is_half_done = True
-            given = self._run_checked() if self.is_due else self._run()
+            given = self._run_checked(self._before) if self.is_due else self._run(self._before)
             if given.reached:
                 given.give_zeros()
             self._given = given
@@ -217,8 +222,8 @@ class Engine:
         self._measures_noise, self._totals = measures_noise, None
         self._has_grad_mode = torch.is_grad_enabled()
         self.at, self.oom_events = Progress(), []
-        self._given = self._lack = None
-        self._is_saved = self._is_checked_again = self._has_failed = False
+        self._given = self._lack = self._before = None
+        self._is_checked_again = self._has_failed = False
         step.objective.begin_window()
         self.is_due = bool(window.samples) and self.checks.are_due(window)
         self._is_quiet = bool(window.samples) and not (self.is_due or self.sizing.is_learning)
@@ -256,28 +261,28 @@ class Engine:
             if self.is_due:
                 self._tell_of_batches_apart(window)
 
-    def _run(self) -> PartResult:
+    def _run(self, before: State) -> PartResult:
         """Run the micro-batches."""
         given = self._micro_batches.run(
-            self._window, self.at, self._totals, is_due=self.is_due, measures_noise=self._measures_noise
+            self._window, self.at, before, self._totals, is_due=self.is_due, measures_noise=self._measures_noise
         )
         if self._step.objective.knowledge.owes_warning:
             self._step.objective.knowledge.warn_if_unchecked()
         return given
 
-    def _run_checked(self) -> PartResult:
+    def _run_checked(self, before: State) -> PartResult:
         """Run the micro-batches with all checks."""
         step = self._step
         if step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
             step.watch = GradientChecks(step.parameters, owns_gradients=self._owns_gradients)
         try:
             with self._time_first.watching():
-                given = self._run()
+                given = self._run(before)
             if step.watch is not None and not self._takes_whole:
                 step.watch.check()
         finally:
             step.watch = None
-        moved = self._savepoint.learn_moved()
+        moved = before.learn_moved()
         self.checks.learn(self._window)
         if len(self.at.sizes) > 1:
             if not self.sizing.is_learning:  # windows may fit at once
@@ -361,10 +366,10 @@ class Engine:
         step, at = self._step, self.at
         with signals.held():
             step.abandon()
-            if self._is_saved:
-                self._savepoint.restore()
+            if self._before is not None:
                 if step.optimizer_steps is not None:
-                    self._savepoint.expect(step.optimizer_steps.take_undone())
+                    step.savepoint.wrote(step.optimizer_steps.take_undone())
+                self._before.restore()
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
             if self._given is not None:
                 self._given.outputs.clear()
@@ -412,7 +417,7 @@ class Engine:
 
     def _damage(self) -> str:
         """Return what the restored window has written that cannot be restored, in words; "" for nothing."""
-        names = self._savepoint.damage() if self._is_saved else []
+        names = [] if self._before is None else self._before.damage()
         self.has_lost_parameters |= bool(names)
         return damage_text(names) if names else ""
 

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._data.splits import is_default
-from autoaccum._engine.savepoint import is_metric
+from autoaccum._engine.metric_counts import is_metric
 from autoaccum._loss.graph_reader import nodes_of
 from autoaccum._oom import is_oom
 from autoaccum._saving.replaced_forward import are_compiled

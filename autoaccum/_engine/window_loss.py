@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.savepoint import Savepoint
+    from autoaccum._engine.savepoint import State
     from autoaccum._loss.loss_values import LossValue
 
     # Called before each micro-batch, twice in all, with its first sample and its size, and with None as the size before
@@ -150,12 +150,13 @@ class _Items(Mapping[Any, Any]):
 
 
 class WholeWindow:
-    """Accumulates the gradient of a loss over whole windows; the caller takes `mark` before each of them."""
+    """Accumulates the gradient of a loss over whole windows."""
 
-    def __init__(self, step: GradientStep, mark: Savepoint) -> None:
+    def __init__(self, step: GradientStep) -> None:
         self._step = step
         self._loss = WindowLoss(step)
-        self._at_start, self._after_loss, self._after_forward = mark, mark.like_it(), mark.like_it()
+        self._after_loss: State | None = None
+        self._after_forward: State | None = None
         self._random = RandomState(step.memory.device, step.objective.modules, used_by(step.objective.calls.functions))
         # Every micro-batch runs twice on the same data, which a model may modify in place.
         step.transfer.copy_always()
@@ -164,6 +165,7 @@ class WholeWindow:
         self,
         window: Window,
         sizes: Sequence[int],
+        at_start: State,
         *,
         entering: Entering = lambda _, __: None,
         is_first: bool = False,
@@ -175,6 +177,7 @@ class WholeWindow:
         Args:
             window: The samples.
             sizes: Sizes of its micro-batches. If they are fewer samples, their outputs stand for those of the others.
+            at_start: The state before the window.
             entering: Follows the window.
             is_first: Whether to check that the loss reaches the model by its outputs alone, and that the second pass
                 gives what the first has given.
@@ -182,7 +185,7 @@ class WholeWindow:
         if sizes[0] == window.samples:
             given = self._run_at_once(window, entering, is_first=is_first)
         else:
-            given = self._run_twice(window, sizes, entering, is_first=is_first)
+            given = self._run_twice(window, sizes, at_start, entering, is_first=is_first)
         if not self._step.holds_gradients():
             raise InvalidInputError(
                 "nothing that the loss depends on has a gradient: no output of the model does; look for .detach() or "
@@ -203,8 +206,11 @@ class WholeWindow:
         self._pass_on(outputs, 0, joined, compares=False)
         return given
 
-    def _run_twice(self, window: Window, sizes: Sequence[int], entering: Entering, *, is_first: bool) -> PartResult:
+    def _run_twice(
+        self, window: Window, sizes: Sequence[int], at_start: State, entering: Entering, *, is_first: bool
+    ) -> PartResult:
         """Run the micro-batches forward, then the loss, then the micro-batches forward and backward."""
+        savepoint = self._step.savepoint
         states: dict[int, Any] = {}
         parts = []
         with closing(self._batches(window, sizes, entering, states)) as batches:
@@ -223,15 +229,15 @@ class WholeWindow:
         joined = map_tensors(as_leaf, joined)
         del parts
         given = self._backward(joined, self._loss.batch(window), window.samples, kept, is_first=is_first)
-        self._after_loss.take(copies_all=is_first or is_rehearsal)
-        self._at_start.restore()
+        self._after_loss = savepoint.save(self._after_loss, copies_all=is_first or is_rehearsal)
+        at_start.restore()
         # If the user wraps everything in autocast, casts of the weights are cached. Before PyTorch's pull request
         # 165068, those made under no_grad have no graph.
         torch.clear_autocast_cache()
         with closing(self._batches(window, sizes, entering, states)) as batches:
             for start, size, batch in batches:
                 outputs = self._loss.outputs(batch, size)
-                self._after_forward.take(copies_all=False)
+                self._after_forward = savepoint.save(self._after_forward, copies_all=False)
                 self._pass_on(outputs, start, joined, compares=is_first)
                 # Activation checkpointing repeats forward passes in backward, and updates buffers that the next pass
                 # may read.

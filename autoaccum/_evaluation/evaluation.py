@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from autoaccum._engine.forward_backward import GradientStep, TrainingStep
     from autoaccum._engine.peers import Talk
-    from autoaccum._engine.savepoint import Savepoint
     from autoaccum._evaluation.metrics import Metric
     from autoaccum._loss.loss_values import LossValue
 
@@ -104,10 +103,9 @@ class Evaluator:
         self._counting = [CountingMetric(*item, device, ranks) for item in named.items() if keeps_count(item[1])]
         self._has_metrics = bool(named)
         self._may_check = False  # whether losses can be checked where it is not known how they weigh samples
-        self._savepoint = step.savepoint()
         self._parts = PartsThatFit(
             step.memory,
-            self._savepoint,
+            step.savepoint,
             lambda said, sample: sample_does_not_fit(step, said, sample=sample, phase=Phase.EVALUATE),
             on_oom,
         )
@@ -213,7 +211,7 @@ class Evaluator:
     def _one_batch(self, window: Window, sums: _Sums) -> None:
         parts: list[Any] = []
         if window.samples and self._whole is None and self._step.passes is None:
-            check_losses(self._step, window, self._savepoint.like_it())
+            check_losses(self._step, window)
         for size, (found, outputs, targets, kept) in self._parts.of(window, partial(self._checked_part, window)):
             sums.add_all(found)
             for metric in self._counting:
@@ -238,7 +236,7 @@ class Evaluator:
         # Not a loss over whole windows, nor one of a model that communicates in its passes.
         self._may_check = is_checked = self._whole is None and self._step.passes is None
         if is_checked and size < window.samples:
-            check_losses(self._step, window.part(start, start + size), self._savepoint.like_it())
+            check_losses(self._step, window.part(start, start + size))
         try:
             return self._one_part(window, start, size)
         except RecheckWindow as error:
@@ -246,7 +244,7 @@ class Evaluator:
                 raise error.error from None
         self._may_check = False
         self._step.objective.knowledge.ask_for_check()
-        check_losses(self._step, window.part(start, start + size), self._savepoint.like_it())
+        check_losses(self._step, window.part(start, start + size))
         try:
             return self._one_part(window, start, size)
         except RecheckWindow as error:
@@ -322,7 +320,7 @@ class Evaluator:
                 sums.add(_REPORTED, one.name, _times(one.value, factor), weight)
 
 
-def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
+def check_losses(step: GradientStep, window: Window) -> None:
     """Try the losses on a few samples, and on fewer if memory runs out, where it is not known how they weigh them.
 
     Raises:
@@ -339,7 +337,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
     for _ in range(TRIES_TO_WEIGH):
         try:
             with torch.inference_mode(False):
-                step.check_losses(window, mark)
+                step.check_losses(window)
                 objective.knowledge.warn_if_unchecked(is_said=not is_alone)
         except Exception as error:
             event = resolvable_oom(error, Phase.WEIGH, None, step.witness)
@@ -351,8 +349,8 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
             return
         said = event.message
         step.memory.release()
-        if not mark.is_restored:
-            mark.restore()
+        if step.savepoint.unrestored is not None:
+            step.savepoint.unrestored.restore()
     objective.check_anew()
     raise whole_does_not_fit(step, said, Phase.WEIGH, TRIES_TO_WEIGH)
 

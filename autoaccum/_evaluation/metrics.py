@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum._arguments import check_function, shown
 from autoaccum._data.nesting import map_tensors
-from autoaccum._engine.savepoint import is_metric
+from autoaccum._engine.metric_counts import is_metric
 from autoaccum._loss.loss_values import in_full
 from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import DoesNotFitError, InvalidInputError

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.pieces import Split
     from autoaccum._engine.out_of_memory import Witness
-    from autoaccum._engine.savepoint import Savepoint
+    from autoaccum._engine.savepoint import Savepoint, State
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.errors import DoesNotFitError
 
@@ -68,6 +68,7 @@ class PartsThatFit:
         self._most = most
         self._witness = witness
         self._knows_what_moves = False
+        self._earlier: State | None = None  # before an earlier part, whose memory is used again
 
     def of(self, window: Window, function: Callable[[int, int], _T]) -> Iterator[tuple[int, _T]]:
         """Yield the size of each part of a batch, in order, and what a function of its start and size returns.
@@ -128,14 +129,16 @@ class PartsThatFit:
         self, function: Callable[[], _T], window: Window | None = None, size: int | None = None
     ) -> _T | MemoryEvent:
         """Call a function; if memory runs out in it, restore everything and return what happened."""
-        versions, is_saved, is_first = _versions_in(window), False, not self._knows_what_moves
+        versions, is_first = _versions_in(window), not self._knows_what_moves
+        before: State | None = None
         try:
-            self._savepoint.take(copies_all=is_first, is_thorough=is_first)
-            is_saved = True
+            if is_first:  # its copies are freed at the end, since the training needs their memory
+                before = self._savepoint.save(is_thorough=True)
+            else:
+                before = self._earlier = self._savepoint.save(self._earlier, copies_all=False)
             done = function()
             if is_first:
-                self._savepoint.learn_moved()
-                self._savepoint.forget()  # the training needs their memory
+                before.learn_moved()
                 self._knows_what_moves = True
         except Exception as error:
             has_moved = _versions_in(window) != versions
@@ -145,10 +148,10 @@ class PartsThatFit:
         else:
             return done
         # The handler has ended: inside it the traceback would still pin the activations.
-        if is_saved:
-            self._savepoint.restore()
+        if before is not None:
+            before.restore()
         self._memory.release()
-        if is_saved and (damage := self._savepoint.damage()):
+        if before is not None and (damage := before.damage()):
             raise StateDamagedError(f"memory ran out after {damage_text(damage)}")
         self._on_oom(event)
         return event

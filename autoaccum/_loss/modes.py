@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 CALLS_USER_CODE = True  # for own_code.raised_here
 
 
-class Mark(Protocol):
-    """Saves and restores what passes change."""
+class Savepoint(Protocol):
+    """Saves what passes change."""
+
+    def save(self, *, with_attributes: bool = False) -> State:
+        """Return the current state, with what modules keep as plain attributes if asked to."""
+
+
+class State(Protocol):
+    """What a savepoint has saved."""
 
     random: RandomState
-
-    def take(self, *, with_attributes: bool = False) -> None:
-        """Save the state, also what modules keep as plain attributes if asked to."""
 
     def restore(self, *, with_attributes: bool = True) -> None:
         """Restore it, also plain attributes if they were saved."""

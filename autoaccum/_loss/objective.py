@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._loss.calls import Calls
-    from autoaccum._loss.modes import Mark
+    from autoaccum._loss.modes import Savepoint
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
@@ -150,7 +150,7 @@ class Objective:
         self,
         window: Window,
         place: Callable[[Any], Any],
-        mark: Mark,
+        savepoint: Savepoint,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         parameters: Sequence[nn.Parameter] = (),
         *,
@@ -163,7 +163,7 @@ class Objective:
         Args:
             window: The window.
             place: Moves a batch to the device.
-            mark: Taken and restored here.
+            savepoint: Saves what passes change, which is restored here.
             autocast: Returns the context that the model runs in.
             parameters: The parameters whose gradients are compared.
             at_most: The most samples to try.
@@ -177,15 +177,15 @@ class Objective:
         is_in_full = not casts and all(one.itemsize >= FOUR_BYTES for one in parameters)
         # In half precision, PyTorch's own convolutions are far slower.
         kernels = without_onednn() if is_in_full else nullcontext()
-        trial = LossCheck(passes, knowledge, place, mark, autocast, casts=casts, parameters=parameters)
+        before = savepoint.save(with_attributes=True)
+        trial = LossCheck(passes, knowledge, place, before, autocast, casts=casts, parameters=parameters)
         trial.tells_of_state = any(module.training for module in modules)
-        mark.take(with_attributes=True)
         try:
             with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._noting_own_loss():
                 checked = trial.run(window, min(most, at_most))
                 found = trial.alone(window) if checked is None else checked
         finally:
-            mark.restore()
+            before.restore()
         self._most = most  # which fit
         if not self._gave_no_loss:
             knowledge.learn(found, trial.tried, is_checked=checked is not None, is_complete=trial.is_complete)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
-    from autoaccum._loss.modes import Mark
+    from autoaccum._loss.modes import State
 
 # After so many passes of a first check, the next check looks for hidden state.
 _MOST_PASSES = 3
@@ -50,7 +50,7 @@ class LossCheck:
     """Tries losses on a few samples, with graphs. Each pass begins with the same state; the last one leaves its own.
 
     Attributes:
-        mark: Taken before; restored before each pass.
+        before: The state that each pass begins with.
         tells_of_state: Whether to look for state in attributes, which passes move: in training mode.
         is_complete: Whether every loss was confirmed: something counted in both parts.
         tolerance: The relative difference that rounding may cause, as of the last pass.
@@ -60,7 +60,7 @@ class LossCheck:
     passes: Sequence[Pass]
     knowledge: LossKnowledge
     place: Callable[[Any], Any]
-    mark: Mark
+    before: State
     autocast: Callable[[], AbstractContextManager[object]]
     casts: bool
     parameters: Sequence[nn.Parameter]
@@ -190,7 +190,7 @@ class LossCheck:
             self.tried[name] = f" ({whole} samples, and {' and '.join(own)} of them)"
             return
         each, state = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts), ""
-        if any(one.reduction is Reduction.UNCONFIRMED for one in known) and self.mark.has_moved():
+        if any(one.reduction is Reduction.UNCONFIRMED for one in known) and self.before.has_moved():
             moved, same = again(with_buffers=False).get(name, run), again().get(name, run)
             if differ(run, moved, self.tolerance) and not differ(run, same, self.tolerance):
                 state = f"; called again for all, it is {moved.value:.4g}: it depends on state that forward() moves"
@@ -200,7 +200,7 @@ class LossCheck:
 
     def _look_for_state(self, source: Pass, whole: Mapping[str, Observation], sample: Window) -> None:
         """Warn of attributes that passes move, if they make a difference: not of an attention kept to be looked at."""
-        names = self.mark.moved_attributes() if self.tells_of_state else []
+        names = self.before.moved_attributes() if self.tells_of_state else []
         # A flag that a buffer is filled makes a difference beside the empty buffer alone.
         if names and whole and all(self._depends_on_state(source, whole, sample, also=one) for one in (False, True)):
             self.knowledge.said.of_state(names)
@@ -215,7 +215,7 @@ class LossCheck:
             return any(name in found and differ(run, found[name], self.tolerance) for name, run in whole.items())
 
         # The second as random numbers that are not seeded make every time.
-        has_moved = self.mark.has_moved()
+        has_moved = self.before.has_moved()
         return has_moved and again(with_attributes=False, with_buffers=not also) and not again()
 
     def _look_for_hidden_state(self, source: Pass, whole: Mapping[str, Observation], sample: Window) -> None:
@@ -361,8 +361,8 @@ class LossCheck:
         """
         self._passes += 1
         if with_buffers:
-            self.mark.restore(with_attributes=with_attributes)
-        self.mark.random.seed(seed)
+            self.before.restore(with_attributes=with_attributes)
+        self.before.random.seed(seed)
         cut, samples = sample.cut(start, stop), stop - start
         losses = [one for one in self._losses(source, cut, samples) if one.value.requires_grad and not one.is_reported]
         if losses:

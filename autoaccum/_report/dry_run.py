@@ -109,12 +109,12 @@ def _doubts_of_loss(step: TrainingStep, batch: Any, plan: Plan) -> list[str]:
     samples = count(batch, step.objective.split)
     if plan.accum_steps == 1 or samples == 1:
         return []
-    mark, warnings = step.savepoint(), []
+    warnings = []
     sizes = balanced(samples, min(plan.micro_batch, samples - 1))
     try:
         window = Window([batch], step.objective.split)
         if step.objective.needs_check(window, sizes, is_part=False, is_due=True):
-            step.objective.check(window, step.transfer.place, mark, step.precision.autocast, step.parameters)
+            step.objective.check(window, step.transfer.place, step.savepoint, step.precision.autocast, step.parameters)
     except InvalidInputError as error:
         warnings.append(str(error))
     except Exception as error:

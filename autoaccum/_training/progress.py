@@ -245,7 +245,7 @@ class TrainingProgress:
             if position.start is not None:  # of several ranks, one may have drawn nothing in an epoch that has begun
                 self._has_begun = True
                 self._windows = self._world.windows(batches, skip=position.used)
-        self._random.put_back(state.random)
+        self._random.put_back(state.random or before)
 
     @property
     def differences(self) -> list[str]:

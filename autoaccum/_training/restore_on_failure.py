@@ -44,10 +44,9 @@ class Untouched:
         has_autocast = torch.amp.is_autocast_available(device.type)
         self._is_autocast = torch.is_autocast_enabled(device.type) if has_autocast else None
         random = RandomState(device)
-        random.take()
         generators = [generator for loader in loaders for generator in generators_of(loader)]
         self._undo: list[Callable[[], object]] = [
-            random.put_back,
+            partial(random.put_back, random.take()),
             partial(set_states, generators, states_of(generators)),
         ]
         self._folders = [one for folder in folders if folder is not None for one in _missing(folder)]

@@ -231,14 +231,14 @@ class Runner:
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step)
         memory = self._step.memory
-        before = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.calls.functions))
-        before.take()
+        random = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.calls.functions))
+        before = random.take()
         try:
             with self._limit.in_force(), self._savings.in_force():
                 found = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch)
         finally:
             with suppress(RuntimeError):  # the device may be lost, and its generator with it
-                before.put_back()
+                random.put_back(before)
         assert found.loss is not None  # there are no metrics, without which it is refused
         return found.loss
 

@@ -64,8 +64,7 @@ class Validation:
         if not can_be_looked_at(self._val_loader):
             return
         before = self._random.take()
-        mark = self._step.savepoint()
-        mark.take()
+        state = self._step.savepoint.save()
         try:
             with (
                 left_as_it_was(self._val_loader),
@@ -74,7 +73,7 @@ class Validation:
             ):
                 self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)
         finally:
-            mark.restore()
+            state.restore()
             self._random.put_back(before)
 
     def run(self, trained_size: int) -> Evaluation:
@@ -86,15 +85,13 @@ class Validation:
         # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
         before = self._random.take()
         own = states_of(self._generators)
-        mark = self._step.savepoint() if self._is_kept else None
-        if mark is not None:
-            mark.take()
+        state = self._step.savepoint.save() if self._is_kept else None
         try:
             with self._savings.in_force():
                 return self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
         except BaseException:
-            if mark is not None:
-                mark.restore()
+            if state is not None:
+                state.restore()
             raise
         finally:
             set_states(self._generators, own)

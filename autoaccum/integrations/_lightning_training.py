@@ -120,12 +120,11 @@ class Training:
 
     def _look_at_fewer(self, window: Window, size: int) -> None:
         """Note what is logged for fewer samples than a micro-batch has."""
-        savepoint = self.accumulator._step.savepoint()
-        savepoint.take()
+        before = self.accumulator._step.savepoint.save()
         try:
             self._called(window.cut(0, size))
         finally:
-            savepoint.restore()
+            before.restore()
 
     def _called(self, batch: Any) -> Any:
         """Return what the module returned for a micro-batch."""

@@ -60,11 +60,10 @@ class EvaluationInParts:
         self._split = split
         self._notices = notices
         self._memory = memory = devices.resolve(trainer.args.device, self.model, notices)
-        self._savepoint = Savepoint([self.model], memory.device)
         remedies = ["shorter samples", "eval_accumulation_steps=1, so that outputs leave the device"]
         self._parts = PartsThatFit(
             memory,
-            self._savepoint,
+            Savepoint([self.model], memory.device),
             lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
             lambda _: notices.say("evaluation is split into parts that fit, since memory ran out in it"),
         )
@@ -101,7 +100,7 @@ class EvaluationInParts:
         starts = itertools.accumulate(sizes, initial=0)
         parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         for samples in (window, *parts):
-            check_losses(self._step, samples, self._savepoint.like_it())
+            check_losses(self._step, samples)
         if all(not known.is_weighed for known in knowledge.summands.get(_LOSS, ())):
             return torch.stack(list(losses)).sum()
         values = [LossValue(_LOSS, loss) for loss in losses]
