@@ -145,7 +145,7 @@ class ShardedRankPeers(RankPeers):
                 raise
             said, phase = first_line(error), self._step.stage.phase
             if size <= self._least:
-                sample = ONE_SAMPLE if window is None else sample_of(window, self._sizing.start)
+                sample = ONE_SAMPLE if window is None else sample_of(window, self._step.stage.start)
                 if size > 1:
                     sample = f"a micro-batch of {size} samples, the least for BatchNorm,"
                 raise sample_does_not_fit(self._step, said, sample=sample, phase=phase) from error

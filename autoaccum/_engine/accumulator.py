@@ -17,8 +17,9 @@ from autoaccum._engine.window_checks import no_gradient
 from autoaccum._loss.knowledge import RecheckWindow
 from autoaccum._records import BackwardReport
 from autoaccum._sizing.cache import CacheEntry
+from autoaccum._sizing.cutting import Cutting, SizingOptions
 from autoaccum._sizing.planner import plan
-from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
+from autoaccum._sizing.sizing import Sizing
 from autoaccum._system import signals
 from autoaccum._system.launched import max_micro_batch
 
@@ -121,7 +122,7 @@ class GradientAccumulator:
             self._earlier, self._parameters = [], []
             if engine.oom_events:
                 self._entry.forget()
-        self._entry.keep(engine.sizing.probe)
+        self._entry.keep(engine.sizing.learner.probe)
         return BackwardReport(elapsed_s=elapsed_s, outputs=tuple(given.outputs), **engine.reported(reduced))
 
     def known(self, batch: Any) -> Window | None:
@@ -220,8 +221,8 @@ class GradientAccumulator:
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
         experience = entry.experience
         if entry.found is None and known is not None:
-            entry.frontier = known.frontier
-            experience = {"begins_with": known.plan.micro_batch, "frontier": known.frontier}
+            entry.frontier = known.cutter.frontier
+            experience = {"begins_with": known.plan.micro_batch, "frontier": known.cutter.frontier}
         wanted = SizingOptions(
             by_width=is_auto,
             learns=is_auto and step.options.loss_scope != "window",
@@ -229,7 +230,7 @@ class GradientAccumulator:
             **experience,
         )
         asked = begins = plan(samples, most)
-        if known is not None and known.plan.micro_batch < known.set_plan.micro_batch:  # after failures
+        if known is not None and known.plan.micro_batch < known.cutter.set_plan.micro_batch:  # after failures
             begins = plan(samples, min(known.plan.micro_batch, asked.micro_batch))
         return Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
 

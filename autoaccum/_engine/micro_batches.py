@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.sizing import Sizing
 
-    Hook = Callable[[int], object]  # called with the size of a micro-batch
+    Hook = Callable[[int, int], object]  # called with a micro-batch's first sample and its size
     Weigh = Callable[[Any, Any, int], Tensor | None]  # as of a `Lane`
 
 # The relative difference of sums of split.weight that rounding may cause.
@@ -117,12 +117,12 @@ class MicroBatches:
                 sizes = sizes[:1]  # its measurement decides the next size
             with step.transfer.feed(window, sizes, at.done) as feed:
                 for size in sizes:
-                    at.size, sizing.start, stage.phase = size, at.done, Phase.TRANSFER
+                    at.size, stage.start, stage.phase = size, at.done, Phase.TRANSFER
                     for hook in before:
-                        hook(size)
+                        hook(at.done, size)
                     run(next(feed), size, lanes)
                     for hook in after:
-                        hook(size)
+                        hook(at.done, size)
                     at.done += size
             at.sizes = at.sizes[: earlier + len(sizes)]
         at.size = None
@@ -142,12 +142,12 @@ class MicroBatches:
         before: list[Hook] = []
         after: list[Hook] = []
         if self._norms.rescales:
-            before.append(lambda size: self._norms.rescale(size / window.samples))
+            before.append(lambda _, size: self._norms.rescale(size / window.samples))
         if self._sizing.measures:
             before.append(self._sizing.enter)
             after.append(self._sizing.leave)
         if first_norm is not None:
-            after.append(lambda _: first_norm.extend([] if first_norm else [self._squared_norm()]))
+            after.append(lambda *_: first_norm.extend([] if first_norm else [self._squared_norm()]))
         return before, after
 
     def _lanes(
@@ -190,9 +190,9 @@ class MicroBatches:
         def enter(start: int, size: int | None) -> None:
             at.size, at.done = size, max(at.done, start)
             if size is not None:
-                self._sizing.start = start
+                self._step.stage.start = start
                 for hook in before:
-                    hook(size)
+                    hook(start, size)
 
         given = whole.run(window, at.sizes, at_start, entering=enter, is_first=is_due)
         at.size = None
@@ -270,7 +270,7 @@ class MicroBatches:
         step.stage.phase = Phase.FORWARD
         with step.transfer.feed(window, at.sizes) as feed:
             for size, start in zip(at.sizes, starts, strict=True):
-                at.size, self._sizing.start = size, start
+                at.size, step.stage.start = size, start
                 batch = copied(next(feed))
                 weights.enter(start, size, batch)
                 for source in step.objective.calls.sources:

@@ -87,6 +87,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Stage:
-    """A training step's current phase, shared by its parts."""
+    """Where a training step is, shared by its parts: its phase, and in the window its micro-batch's first sample."""
 
     phase: Phase = Phase.TRANSFER
+    start: int = 0

@@ -391,7 +391,7 @@ class Engine:
             self._events.ran_out(event)
         if event.size is None:
             self._refuse_endless_tries(event)
-        elif not self.sizing.fail(event.size, may_wait=self._events.windows > 0):
+        elif not self.sizing.fail(self._step.stage.start, event.size, may_wait=self._events.windows > 0):
             raise self._sample_does_not_fit(event.message, event.phase)
         self._room.follow(self.sizing.plan)
 
@@ -409,10 +409,10 @@ class Engine:
 
     def _sample_does_not_fit(self, reason: str, phase: str) -> DoesNotFitError:
         is_here = phase != Phase.ELSEWHERE
-        sample = sample_of(self._window, self.sizing.start) if is_here else ONE_SAMPLE
+        sample = sample_of(self._window, self._step.stage.start) if is_here else ONE_SAMPLE
         refused = sample_does_not_fit(self._step, reason, sample=sample, phase=phase)
         if is_here:
-            refused.where = self._window, self.sizing.start
+            refused.where = self._window, self._step.stage.start
         return refused
 
     def _damage(self) -> str:
@@ -502,14 +502,14 @@ class Engine:
 
     def reported(self, reduced: WindowResult) -> dict[str, Any]:
         """Return what the report on a window that is complete says of it, by the names of its fields."""
-        said, room, sizing = self._step.objective.knowledge.said.texts, self._room, self.sizing
+        said, room, trial_peak = self._step.objective.knowledge.said.texts, self._room, self.sizing.learner.peak_bytes
         new, self._warnings_reported = said[self._warnings_reported :], len(said)
         return {
             "samples": reduced.samples,
             "micro_batches": self.at.sizes,
             "oom_events": len(self.oom_events),
             # With the plan in force, or of the window whose micro-batches were trials.
-            "peak_bytes": room.peak_bytes if sizing.peak_bytes is None else sizing.peak_bytes,
+            "peak_bytes": room.peak_bytes if trial_peak is None else trial_peak,
             "recomputed_samples": self.at.recomputed,
             "device_losses": {name: DeviceScalar(loss) for name, loss in reduced.losses.items()},
             "device_reported": {name: DeviceScalar(value) for name, value in reduced.reported.items()},

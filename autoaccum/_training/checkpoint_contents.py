@@ -25,7 +25,7 @@ from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.optimizers import OptimizerList
 from autoaccum._records import SAMPLES
-from autoaccum._sizing.sizing import Cutting
+from autoaccum._sizing.cutting import Cutting
 from autoaccum._training.checkpoint_types import check_like, check_states, check_types
 from autoaccum.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._arguments import counted
 from autoaccum._distributed.whole_state import gathered
 from autoaccum._oom import first_line, is_device_lost, is_oom
-from autoaccum._sizing.sizing import Cutting
+from autoaccum._sizing.cutting import Cutting
 from autoaccum._system import signals
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_contents import Contents

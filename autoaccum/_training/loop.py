@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._records import Evaluation, ProbeResult, StepReport
-    from autoaccum._sizing.sizing import Cutting
+    from autoaccum._sizing.cutting import Cutting
     from autoaccum._training.checkpoint_contents import LoopState
     from autoaccum._training.one_call import Call
 

@@ -19,10 +19,11 @@ from autoaccum._engine.window_runner import WindowRunner
 from autoaccum._records import TOKENS, Plan
 from autoaccum._saving.replaced_forward import are_compiled
 from autoaccum._sizing.cache import CacheEntry, PlanCache
+from autoaccum._sizing.cutting import Cutting, SizingOptions
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import planned
-from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
+from autoaccum._sizing.sizing import Sizing
 from autoaccum._system.reason_file import RUNNING, Reason, write
 from autoaccum._training.stopping import Observers
 from autoaccum.errors import DoesNotFitError
@@ -359,7 +360,7 @@ class PlanLifecycle:
 
     def _note_fastest(self) -> None:
         """Record the plan that autotuning has chosen, once."""
-        fastest = self.current.sizing.fastest
+        fastest = self.current.sizing.clock.fastest
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
             self._record.entry.keep(fastest=fastest)

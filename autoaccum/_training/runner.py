@@ -20,8 +20,9 @@ from autoaccum._evaluation.evaluation import Evaluator
 from autoaccum._loss.closures import used_by
 from autoaccum._records import Plan, StepReport
 from autoaccum._saving.savings import Savings
+from autoaccum._sizing.cutting import Cutting, SizingOptions
 from autoaccum._sizing.events import Events
-from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
+from autoaccum._sizing.sizing import Sizing
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
@@ -207,7 +208,7 @@ class Runner:
                 with self._limit.in_force():
                     report = savings.run(
                         lambda: runner.step(part),
-                        on_climb=lambda: runner.sizing.set(runner.sizing.set_plan),
+                        on_climb=lambda: runner.sizing.set(runner.sizing.cutter.set_plan),
                         is_final=lambda: runner.is_past_return,
                     )
         assert report is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoaccum._sizing.autotune import Autotune
+from autoaccum._sizing.clock import Autotune
 
 
 def drive(tempo, seconds):

@@ -12,9 +12,10 @@ import autoaccum
 from autoaccum import Simulated, Window
 from autoaccum._records import MemoryReading
 from autoaccum._sizing import headroom
+from autoaccum._sizing.cutting import Cutting, SizingOptions
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.headroom import Headroom
-from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
+from autoaccum._sizing.sizing import Sizing
 from autoaccum._system.notices import Notices
 
 
@@ -185,12 +186,12 @@ def test_batches_that_are_copied_ahead_count_with_the_bytes_that_they_have(dtype
     batch = torch.zeros(8, 5, dtype=dtype)
 
     sizing.begin(Window([batch]))
-    for sizing.start in (0, 2):  # the first makes gradients, too
-        sizing.enter(2)
+    for start in (0, 2):  # the first makes gradients, too
+        sizing.enter(start, 2)
         device.window(30)
-        sizing.leave(2)
+        sizing.leave(start, 2)
 
-    assert sizing.frontier.expected_bytes(2, (5,)) == 30 + batch[:2].nbytes
+    assert sizing.cutter.frontier.expected_bytes(2, (5,)) == 30 + batch[:2].nbytes
 
 
 def test_windows_of_ever_new_kinds_take_no_more_memory():
