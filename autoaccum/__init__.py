@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from autoaccum._system.own_distribution import __version__ as __version__
     from autoaccum._training.accumulator import Accumulator
     from autoaccum._training.api import fit
-    from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
+    from autoaccum._training.loggers import JSONLinesLog
     from autoaccum._training.restarted_function import find_executable_micro_batch
     from autoaccum._training.runner import Runner
 
@@ -73,7 +73,7 @@ _NAMES = {
     "_system.own_distribution": ("__version__",),
     "_training.accumulator": ("Accumulator",),
     "_training.api": ("fit",),
-    "_training.loggers": ("JSONLinesLog", "TensorBoardLog"),
+    "_training.loggers": ("JSONLinesLog",),
     "_training.restarted_function": ("find_executable_micro_batch",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
@@ -107,7 +107,6 @@ __all__ = [
     "StateDamagedError",
     "StepCompleteError",
     "StopTraining",
-    "TensorBoardLog",
     "Window",
     "batched",
     "find_executable_micro_batch",

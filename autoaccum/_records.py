@@ -318,7 +318,7 @@ class FitResult:
             up" (until the first window, without the next two), "search" (trials before training, and windows whose
             micro-batches were trials; these made optimizer steps too), "waiting for data", "computing again" (because
             memory ran out), "evaluations", "checkpoints".
-        memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
+        savings: What saved memory in the last window, as the argument `save_memory` names it; empty for nothing.
         warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`), and of a
             resume after which the loader's batches may differ from those of an uninterrupted run.
         skipped_samples: Number of samples of the whole run that did not fit even alone (on_too_large="skip").
@@ -338,7 +338,7 @@ class FitResult:
     stopped: str | None = None
     noise_scale: float | None = None
     time_spent: Mapping[str, float] = field(default_factory=dict)
-    memory: tuple[str, ...] = ()
+    savings: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     skipped_samples: int = 0
 
@@ -362,8 +362,8 @@ class FitResult:
         lines.append(f"ran out of memory: {counted(self.oom_events, 'time')}")
         if self.skipped_samples:
             lines.append(f"samples left out, since they do not fit alone: {self.skipped_samples:,}")
-        if self.memory:
-            lines.append(f"memory saved by: {', '.join(self.memory)}")
+        if self.savings:
+            lines.append(f"memory saved by: {', '.join(self.savings)}")
         if self.noise_scale is not None:
             lines.append(f"gradient noise scale: {self.noise_scale:,.0f} samples")
         besides = [f"{name} {seconds:.1f} s" for name, seconds in self.time_spent.items() if seconds >= _SHOWN_S]

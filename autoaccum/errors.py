@@ -19,7 +19,7 @@ class InvalidInputError(AutoaccumError, ValueError):
 
 
 class SavingRefusedError(InvalidInputError):
-    """What saves memory (`memory=`) does not go with this model or loss; everything is as it was before the step."""
+    """`save_memory=` does not go with this model or loss; everything is as it was before the step."""
 
 
 class LossWarning(UserWarning):
@@ -34,8 +34,8 @@ class DoesNotFitError(AutoaccumError):
     """Not even the smallest micro-batch fits in memory; everything is as it was before the call.
 
     Attributes:
-        saving_helps: Whether a step that keeps less for its backward pass (`memory=`) might fit; False if memory ran
-            out for the optimizer's own step.
+        saving_helps: Whether a step that keeps less for its backward pass (`save_memory=`) might fit; False if memory
+            ran out for the optimizer's own step.
         where: The window, and the place in it of the sample that does not fit alone; None if it is none.
     """
 

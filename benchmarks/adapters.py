@@ -126,7 +126,7 @@ def by_transformers(is_ours, ended):
             remove_unused_columns=False,
         )
         options = {"train_dataset": range(SAMPLES), "data_collator": collate, "callbacks": [Clock()]}
-        (for_transformers.windowed(kind, **OPTIONS) if is_ours else kind)(Network(), args, **options).train()
+        (for_transformers.auto_accumulate(kind, **OPTIONS) if is_ours else kind)(Network(), args, **options).train()
 
 
 def by_lightning(is_ours, ended):
@@ -154,7 +154,7 @@ def by_lightning(is_ours, ended):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*([for_lightning.Windowed(**OPTIONS)] if is_ours else []), Clock()],
+        callbacks=[*([for_lightning.AutoAccumulate(**OPTIONS)] if is_ours else []), Clock()],
     ).fit(Module(), loader_of(is_ours))
 
 
@@ -164,7 +164,7 @@ def by_accelerate(is_ours, ended):
     model, optimizer, loader = accelerator.prepare(network, optimizer_of(network), loader_of(is_ours))
     if is_ours:
         closure = lambda batch: model(**batch)["loss"]  # noqa: E731
-        backward = for_accelerate.windowed(accelerator, model, closure=closure, **OPTIONS)
+        backward = for_accelerate.auto_accumulate(accelerator, model, closure=closure, **OPTIONS)
     for batch in loader:
         with accelerator.accumulate(model):
             if is_ours:
@@ -179,9 +179,9 @@ def by_accelerate(is_ours, ended):
 
 TRAININGS = {
     "loop": ("Own loop, `Accumulator`", loop),
-    "transformers": ("Transformers, `windowed(Trainer)`", by_transformers),
-    "lightning": ("Lightning, `Windowed()`", by_lightning),
-    "accelerate": ("Accelerate, `windowed(...)`", by_accelerate),
+    "transformers": ("Transformers, `auto_accumulate(Trainer)`", by_transformers),
+    "lightning": ("Lightning, `AutoAccumulate()`", by_lightning),
+    "accelerate": ("Accelerate, `auto_accumulate(...)`", by_accelerate),
 }
 
 

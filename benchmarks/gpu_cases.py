@@ -727,14 +727,14 @@ def _head(_connection, tokens, features, classes, device):
 
 
 def _saved(_connection, way, tiny, device):
-    """Train a few windows of GPT-2 with this `memory=`; return seconds, losses and peaks."""
+    """Train a few windows of GPT-2 with this `save_memory=`; return seconds, losses and peaks."""
     length, samples = (32, 2) if tiny else (1024, 4)
     make, tokens = gpt2(length, **SMALL_GPT2 if tiny else {})
     torch.manual_seed(0)
     with torch.device(device):
         model = make()
     window, plan = tokens(2 * samples), autoaccum.plan(2 * samples, samples)
-    runner = autoaccum.Runner(model, ADAMW, plan, device=device, precision="bf16", memory=way)
+    runner = autoaccum.Runner(model, ADAMW, plan, device=device, precision="bf16", save_memory=way)
     losses = [runner.step(window).loss for _ in range(2)]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

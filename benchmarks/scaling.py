@@ -129,7 +129,7 @@ def measure(name, windows):
         max_steps=windows + WARM_UP + 1,
         micro_batch=micro_batch,
         callbacks=[by_hand],
-        shard=True,
+        shard_data=True,
         progress=False,
         device="cpu",
         precision="fp32",

@@ -46,7 +46,7 @@ def train(config: dict[str, Any], **options: Any) -> autoaccum.records.FitResult
     model = nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 2))
     arguments: dict[str, Any] = {
         "device": ray.train.torch.get_device(),
-        "shard": True,  # each worker takes its part of every window
+        "shard_data": True,  # each worker takes its part of every window
         "epochs": config["epochs"],
         "checkpoint": config["folder"],
         "checkpoint_every": "5min",

@@ -266,7 +266,7 @@ def on_ranks(rank, size, folder, who, tries, *, keeps=True):
         meet(f"meet-{number}")
         mine = window if rank == who else 0
         kept = {"checkpoint": f"{folder}/run-{number}", "checkpoint_every": 2} if keeps else {}
-        found.append(play(mine, point, kind, draws=False, shard=True, **kept))
+        found.append(play(mine, point, kind, draws=False, shard_data=True, **kept))
         distributed.destroy_process_group()
         gc.collect()  # what holds on to the group keeps its connections open, and the other rank waiting
     meet("end")

@@ -361,7 +361,7 @@ ALLOWED = {
     "checkpoint_every": or_none(lambda value: value == EVERY),
     "resume": lambda value: value is False or choice("auto")(value),
     "oom_report": or_none(path),
-    "shard": is_bool,
+    "shard_data": is_bool,
     # Beside `target_batch`; by themselves they are tested where they belong.
     "target_tokens": or_none(nothing),
     "weight": or_none(function),
@@ -581,7 +581,6 @@ CALLS = {
     ),
     "join_ranks": Call(autoaccum.join_ranks, lambda _: {}),
     "JSONLinesLog": Call(autoaccum.JSONLinesLog, lambda _: {}, {"path": path}),
-    "TensorBoardLog": Call(autoaccum.TensorBoardLog, lambda _: {}, {"log_dir": path}),
     "Plan": Call(
         autoaccum.Plan,
         lambda _: {"target_batch": 4, "micro_batches": (2, 2)},

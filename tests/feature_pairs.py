@@ -258,7 +258,7 @@ def options_of(name, model, features):
         "clipping": {"clip_grad_norm": 0.05},
         "scaler": {"precision": "fp16"},
         "split": {"split": OwnSplit()},
-        "ranks": {"shard": True},
+        "ranks": {"shard_data": True},
     }
     for feature in features:
         chosen |= given.get(feature, {})

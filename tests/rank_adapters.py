@@ -57,13 +57,13 @@ def parameters(module):
     return [parameter.detach().tolist() for parameter in module.parameters()]
 
 
-def lightning(rank, size, *, most=(), windowed=True):  # noqa: C901 - a module and its callbacks
+def lightning(rank, size, *, most=(), is_ours=True):  # noqa: C901 - a module and its callbacks
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     import lightning.pytorch as pl  # noqa: PLC0415 - only some ranks need it
     from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: PLC0415
 
-    from autoaccum.integrations.lightning import Windowed  # noqa: PLC0415
+    from autoaccum.integrations.lightning import AutoAccumulate  # noqa: PLC0415
 
     class Here(LightningEnvironment):
         """Processes that have joined already."""
@@ -108,12 +108,12 @@ def lightning(rank, size, *, most=(), windowed=True):  # noqa: C901 - a module a
         found = ()
 
         def on_train_batch_end(self, trainer, *_):
-            self.found = (*self.found, *((callback.report.micro_batches,) if windowed else ()))
+            self.found = (*self.found, *((callback.report.micro_batches,) if is_ours else ()))
 
-    callback, sizes, module = Windowed(**options()), Sizes(), Module()
+    callback, sizes, module = AutoAccumulate(**options()), Sizes(), Module()
     trainer = pl.Trainer(
         accelerator="cpu",
-        callbacks=[callback, sizes] if windowed else [],
+        callbacks=[callback, sizes] if is_ours else [],
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -129,7 +129,7 @@ def lightning(rank, size, *, most=(), windowed=True):  # noqa: C901 - a module a
     return {"parameters": parameters(module), "logged": logged, "sizes": sizes.found, "steps": trainer.global_step}
 
 
-def accelerate(rank, size, *, most=(), windowed=True):
+def accelerate(rank, size, *, most=(), is_ours=True):
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "ACCELERATE_USE_CPU": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # which are looked at, and not used
     warnings.simplefilter("ignore")
@@ -146,11 +146,13 @@ def accelerate(rank, size, *, most=(), windowed=True):
     model, optimizer = accelerator.prepare(model, optimizer)
     try:
         losses, gathered = [], []
-        if windowed:
+        if is_ours:
             # A closure of the prepared model, whose forward would wait for the other ranks.
-            backward = adapter.windowed(accelerator, model, closure=lambda b: loss(model(b[0]), b[1]), **options())
+            backward = adapter.auto_accumulate(
+                accelerator, model, closure=lambda b: loss(model(b[0]), b[1]), **options()
+            )
         for batch in loader:
-            if windowed:
+            if is_ours:
                 losses.append(backward(batch).loss)
             else:
                 value = loss(model(batch[0]), batch[1])

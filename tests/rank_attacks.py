@@ -68,7 +68,7 @@ def lacking(rank, size, where, who):
             data=rank_training.vectors(SAMPLES),
             model=net,
             target_batch=TARGET,
-            shard=True,
+            shard_data=True,
             device=autoaccum.Simulated(SIZES[rank]),
             callbacks=[SecondWindow(fails)],
         )

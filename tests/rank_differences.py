@@ -154,7 +154,7 @@ AT_THE_START = {
 def differing_at_the_start(rank, size, what, number, who):
     others, own = AT_THE_START[what][number]
     asked = {"loss": cross_entropy, "val_loader": DataLoader(vectors(10), batch_size=5)}
-    asked |= {"target_batch": 16, "micro_batch": 4, "shard": True, "data": vectors()}
+    asked |= {"target_batch": 16, "micro_batch": 4, "shard_data": True, "data": vectors()}
     return rank_training.train(rank, size, **asked | (own if rank == who else others)())
 
 
@@ -232,7 +232,7 @@ def _ended(rank, size, model, watching, **arguments):
     asked = {
         "target_batch": 8,
         "micro_batch": 2,
-        "shard": True,
+        "shard_data": True,
         "data": vectors(),
         "loss": cross_entropy,
         "callbacks": [watching],
@@ -331,7 +331,7 @@ def drifting(rank, size, what, who, *, window=2, last=6, folder=None):
     try:
         rank_training.train(
             rank, size, model=model, optimizer=optimizer, data=vectors(), loss=cross_entropy, target_batch=8,
-            micro_batch=2, shard=True, max_steps=last, callbacks=callbacks, checkpoint=folder,
+            micro_batch=2, shard_data=True, max_steps=last, callbacks=callbacks, checkpoint=folder,
         )  # fmt: skip
     except autoaccum.InvalidInputError as raised:
         error = str(raised)
@@ -401,7 +401,7 @@ def of_functions(_):
 def without_samples(rank):
     """Train through many windows in most of which rank 1 has no samples."""
     loader = DataLoader(vectors(160 if rank == 0 else 4), batch_size=4)
-    return {"shard": False, "make_loader": lambda *_: loader, "callbacks": []}
+    return {"shard_data": False, "make_loader": lambda *_: loader, "callbacks": []}
 
 
 def in_half_precision(_):
@@ -447,7 +447,7 @@ MAY_DIFFER = {
 
 
 def alike(rank, size, what):
-    asked = {"target_batch": 8, "micro_batch": 4, "shard": True, "data": vectors(), "loss": cross_entropy}
+    asked = {"target_batch": 8, "micro_batch": 4, "shard_data": True, "data": vectors(), "loss": cross_entropy}
     asked |= {"val_loader": DataLoader(vectors(10), batch_size=5)}
     try:
         return rank_training.train(rank, size, **asked | MAY_DIFFER[what](rank))
@@ -484,4 +484,4 @@ class FailsAtEnd(autoaccum.Callback):
 
 def failing_at_end(rank, size, who):
     callbacks = [FailsAtEnd()] if rank == who else []
-    return rank_training.train(rank, size, target_batch=16, micro_batch=4, shard=True, callbacks=callbacks)
+    return rank_training.train(rank, size, target_batch=16, micro_batch=4, shard_data=True, callbacks=callbacks)

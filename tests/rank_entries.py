@@ -60,7 +60,7 @@ def train(rank, size, kind, only_on=None):
         loss=loss,
         optimizer=rank_training.sgd,
         epochs=2,
-        shard=True,
+        shard_data=True,
         device="cpu",
         progress=False,
         val_loader=DataLoader(rank_training.texts(20, seed=5), batch_size=3),

@@ -63,7 +63,7 @@ def flat_accuracy():
     return OfTokens(rank_training.CLASSES, average="micro", ignore_index=-100)
 
 
-def evaluated(rank, size, kind, samples, *, epochs=2, shard=True, **arguments):
+def evaluated(rank, size, kind, samples, *, epochs=2, shard_data=True, **arguments):
     """Train and evaluate after each epoch; return what came of it, and which samples were loaded for that."""
     seen = Seen(rank_training.texts(samples, seed=5))
     metrics = {"mean": rank_training.mean_size, "accuracy": accuracy, "torchmetrics": flat_accuracy()}
@@ -77,7 +77,7 @@ def evaluated(rank, size, kind, samples, *, epochs=2, shard=True, **arguments):
         target_batch=25,
         micro_batch=5,
         epochs=epochs,
-        shard=shard,
+        shard_data=shard_data,
         val_loader=LOADERS[kind](seen, rank),
         metrics=metrics,
         **arguments,
@@ -93,14 +93,14 @@ def with_distributed_sampler(rank, size):
     data = rank_training.vectors(20)
     sampler = DistributedSampler(data, num_replicas=size, rank=rank)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
-    return rank_training.train(rank, size, target_batch=25, micro_batch=5, shard=True, val_loader=loader)
+    return rank_training.train(rank, size, target_batch=25, micro_batch=5, shard_data=True, val_loader=loader)
 
 
 def with_replacement(rank, size):
     """Evaluate what a sampler draws, another time for each epoch; return the samples that were loaded here."""
     seen = Seen(rank_training.vectors(20))
     loader = DataLoader(seen, batch_size=2, sampler=RandomSampler(seen, replacement=True, num_samples=10))
-    rank_training.train(rank, size, target_batch=25, micro_batch=5, shard=True, val_loader=loader)
+    rank_training.train(rank, size, target_batch=25, micro_batch=5, shard_data=True, val_loader=loader)
     return seen.loaded
 
 
@@ -170,7 +170,7 @@ def on_simulated(rank, size, sizes, **arguments):
         micro_batch=5,
         device=autoaccum.Simulated(sizes[rank]),
         memory_limit=None,
-        shard=True,
+        shard_data=True,
         val_loader=DataLoader(rank_training.vectors(40), batch_size=10),
         metrics=functional.cross_entropy,
         callbacks=[events],
@@ -259,7 +259,7 @@ def counted(rank, size, kind, batch_size, **arguments):
         target_batch=25,
         micro_batch=5,
         epochs=2,
-        shard=True,
+        shard_data=True,
         val_loader=DataLoader(rank_training.vectors(20), batch_size=batch_size),
         metrics={"it": METRICS[kind]()},
         **arguments,

@@ -96,7 +96,14 @@ def reshaped(rank, size, only):
     model = OfForm("usual")
     callbacks = [Reshaping(model, only in (None, rank))]
     return rank_training.train(
-        rank, size, model=model, target_batch=16, micro_batch=4, shard=True, callbacks=callbacks, optimizer=plain_sgd
+        rank,
+        size,
+        model=model,
+        target_batch=16,
+        micro_batch=4,
+        shard_data=True,
+        callbacks=callbacks,
+        optimizer=plain_sgd,
     )
 
 
@@ -125,6 +132,6 @@ def quantised(rank, size):
     model[2].requires_grad_(True)
     samples = [(inputs.float(), target) for inputs, target in rank_training.vectors()]
     found = rank_training.train(
-        rank, size, data=samples, model=model, target_batch=16, micro_batch=8, shard=size > 1, optimizer=plain_sgd
+        rank, size, data=samples, model=model, target_batch=16, micro_batch=8, shard_data=size > 1, optimizer=plain_sgd
     )
     return found | {"parameters": [model[0].weight.dequantize(), *found["parameters"][1:]]}

@@ -58,7 +58,7 @@ def loader_of(kind, rank, lengths=LENGTHS):
 
 def train(rank, size, kind, lengths=LENGTHS, *, drop_last=False):
     torch.manual_seed(0)
-    arguments = {"target_batch": 25, "micro_batch": 5, "shard": True, "drop_last": drop_last}
+    arguments = {"target_batch": 25, "micro_batch": 5, "shard_data": True, "drop_last": drop_last}
 
     def make_loader(rank, size, samples):
         return loader_of(kind, rank, lengths)
@@ -70,7 +70,7 @@ def loaded(rank, size, kind):
     samples = rank_faults.Seen(rank_training.vectors(50))
     model = rank_training.net()
     rank_training.train(
-        rank, size, model=model, make_loader=lambda *_: LOADERS[kind](samples, rank), target_batch=25, shard=True
+        rank, size, model=model, make_loader=lambda *_: LOADERS[kind](samples, rank), target_batch=25, shard_data=True
     )
     return samples.loaded
 
@@ -84,7 +84,7 @@ def divided(rank, size, name):
         sampler = OwnOrder(samples, 0)
         setattr(sampler, name, size)
     loader = DataLoader(samples, batch_size=7, sampler=sampler)
-    return rank_training.train(rank, size, make_loader=lambda *_: loader, target_batch=25, shard=True)
+    return rank_training.train(rank, size, make_loader=lambda *_: loader, target_batch=25, shard_data=True)
 
 
 def evaluate(rank, size, kind, lengths=LENGTHS):
@@ -94,7 +94,7 @@ def evaluate(rank, size, kind, lengths=LENGTHS):
         model=rank_training.net(),
         target_batch=25,
         micro_batch=5,
-        shard=True,
+        shard_data=True,
         val_loader=loader_of(kind, rank, lengths),
     )
 
@@ -141,6 +141,6 @@ def resume(rank, size, folder, lengths):
             target_batch=25,
             micro_batch=5,
             max_steps=steps,
-            shard=True,
+            shard_data=True,
             checkpoint=folder,
         )

@@ -99,7 +99,7 @@ def with_a_class_on_one_rank(rank, size):
     for at in range(7, 32, 8):
         samples[at][1][0] = 1
     return rank_training.train(
-        rank, size, loss=two_pairs, data=samples, shard=size > 1, target_batch=8, micro_batch=2 if size > 1 else 8
+        rank, size, loss=two_pairs, data=samples, shard_data=size > 1, target_batch=8, micro_batch=2 if size > 1 else 8
     )
 
 
@@ -108,7 +108,7 @@ def of_one_token(rank, size):
     samples = texts(32)
     for at, (_, targets) in enumerate(samples):
         targets[1 if at in (2, 15, 18, 27) else 0 :] = -100
-    arguments = {"target_batch": 8, "micro_batch": 4 if size > 1 else 8, "shard": size > 1}
+    arguments = {"target_batch": 8, "micro_batch": 4 if size > 1 else 8, "shard_data": size > 1}
     return rank_training.train(rank, size, loss=_masked, data=samples, **arguments)
 
 
@@ -122,7 +122,7 @@ def evaluated(rank, size, loss, *, micro_batch, val_every, but=None, nothing_cou
         size,
         loss=LOSSES[loss],
         data=samples,
-        shard=size > 1,
+        shard_data=size > 1,
         target_batch=8,
         micro_batch=micro_batch if size > 1 else 8,
         epochs=2,
@@ -133,4 +133,4 @@ def evaluated(rank, size, loss, *, micro_batch, val_every, but=None, nothing_cou
 
 def train(rank, size, *, loss, data, is_sharded=False, **arguments):
     module = sharded_training if is_sharded else rank_training
-    return module.train(rank, size, loss=LOSSES[loss], data=DATA[data](), shard=size > 1, epochs=2, **arguments)
+    return module.train(rank, size, loss=LOSSES[loss], data=DATA[data](), shard_data=size > 1, epochs=2, **arguments)

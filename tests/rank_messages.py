@@ -62,7 +62,7 @@ def lengths(rank, size, layers):
     model.extend(nn.Linear(rank_training.CLASSES, rank_training.CLASSES).double() for _ in range(layers))
     with mock.patch.object(distributed, "all_gather", all_gather):
         rank_training.train(
-            rank, size, model=model, target_batch=8, micro_batch=4, shard=True, max_steps=6, callbacks=[counting]
+            rank, size, model=model, target_batch=8, micro_batch=4, shard_data=True, max_steps=6, callbacks=[counting]
         )
     return [sum(counting.calls[start:stop]) for start, stop in zip([0, *counting.after], counting.after, strict=False)]
 
@@ -80,7 +80,7 @@ def groups(rank, size):
         mock.patch.object(distributed, "new_group", new_group),
     ):
         for _ in range(2):
-            rank_training.train(rank, size, target_batch=16, micro_batch=4, shard=True)
+            rank_training.train(rank, size, target_batch=16, micro_batch=4, shard_data=True)
     return len(made)
 
 
@@ -103,7 +103,7 @@ class NotAnswering(autoaccum.Callback):
 def not_answering(rank, size, who, how, **arguments):
     callbacks = [NotAnswering(how)] if rank == who else []
     return rank_training.train(
-        rank, size, target_batch=12, micro_batch=2, shard=True, epochs=2, callbacks=callbacks, **arguments
+        rank, size, target_batch=12, micro_batch=2, shard_data=True, epochs=2, callbacks=callbacks, **arguments
     )
 
 
@@ -117,7 +117,7 @@ def one_cannot_send(rank, size, **arguments):
         return real(*given, **named)
 
     with mock.patch.object(distributed, "all_reduce", all_reduce):
-        return rank_training.train(rank, size, target_batch=16, micro_batch=4, shard=True, **arguments)
+        return rank_training.train(rank, size, target_batch=16, micro_batch=4, shard_data=True, **arguments)
 
 
 class Lacking:
@@ -145,7 +145,7 @@ def lacking_once(rank, size, sizes):
         loss_reduction="mean",
         micro_batch=8,
         optimizer=rank_training.sgd,
-        shard=True,
+        shard_data=True,
         device=autoaccum.Simulated(sizes[rank]),
         progress=False,
     )

@@ -59,7 +59,17 @@ LOADERS = {made.__name__: made for made in MADE}
 
 
 def train(
-    rank, size, folder, *, kind, steps, shard=True, samples=rank_training.SAMPLES, epochs=2, dropout=0.0, **arguments
+    rank,
+    size,
+    folder,
+    *,
+    kind,
+    steps,
+    shard_data=True,
+    samples=rank_training.SAMPLES,
+    epochs=2,
+    dropout=0.0,
+    **arguments,
 ):
     seen = Seen(rank_training.vectors(samples))
     model = rank_training.net(dropout=dropout)
@@ -72,7 +82,7 @@ def train(
         target_batch=TARGET,
         micro_batch=4,
         epochs=epochs,
-        shard=shard,
+        shard_data=shard_data,
         checkpoint=folder,
         max_steps=steps,
         **arguments,

@@ -1,4 +1,4 @@
-"""A training by several ranks with memory="auto", on devices of different size."""
+"""A training by several ranks with save_memory="auto", on devices of different size."""
 
 import torch
 
@@ -26,7 +26,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, foreach=False)
 
 
-def train(rank, size, *, capacities, windows=8, memory="auto", **options):
+def train(rank, size, *, capacities, windows=8, save_memory="auto", **options):
     model = net()
     seed()
     samples = [sample for batch in data(windows) for sample in zip(*batch, strict=True)]
@@ -36,14 +36,14 @@ def train(rank, size, *, capacities, windows=8, memory="auto", **options):
         8,
         optimizer=sgd,
         device=autoaccum.Simulated(capacities[rank]),
-        memory=memory,
+        save_memory=save_memory,
         progress=False,
         **options,
     )
     return {
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
         "losses": [report.loss for report in result.history],
-        "memory": result.memory,
+        "memory": result.savings,
         "cuts": [report.micro_batches for report in result.history],
         "is plain": all("forward" not in vars(module) for module in model.modules()),
     }
@@ -64,7 +64,7 @@ def accumulate(rank, size, *, capacities, batches=8, **options):
     return {
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
         "losses": losses,
-        "memory": accumulator.memory,
+        "memory": accumulator.savings,
     }
 
 
@@ -86,8 +86,8 @@ def lacking_late(rank, size, *, lists, step=6, windows=12):
         optimizer=sgd,
         device=autoaccum.Simulated("40MiB"),
         micro_batch=4,
-        memory="auto",
+        save_memory="auto",
         progress=False,
         callbacks=[Holding()],
     )
-    return {"steps": result.steps, "memory": result.memory, "parameters": [one.detach() for one in model.parameters()]}
+    return {"steps": result.steps, "memory": result.savings, "parameters": [one.detach() for one in model.parameters()]}

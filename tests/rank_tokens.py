@@ -39,6 +39,6 @@ def run(loader, epochs=1, dropout=0.0, **options):
         device="cpu",
         precision="fp32",
         epochs=epochs,
-        **{"shard": True, "progress": False} | options,
+        **{"shard_data": True, "progress": False} | options,
     )
     return result, model

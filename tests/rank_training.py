@@ -251,7 +251,7 @@ def failing(rank, size, who, what, folder=None):
         progress=False,
         checkpoint=folder,
         callbacks=[raising],
-        shard=True,
+        shard_data=True,
     )
     return outcome(model, result)
 
@@ -272,7 +272,14 @@ class Changing(autoaccum.Callback):
 def changing(rank, size, **arguments):
     model = net()
     return train(
-        rank, size, model=model, callbacks=[Changing(model)], target_batch=8, micro_batch=2, shard=True, **arguments
+        rank,
+        size,
+        model=model,
+        callbacks=[Changing(model)],
+        target_batch=8,
+        micro_batch=2,
+        shard_data=True,
+        **arguments,
     )
 
 
@@ -281,7 +288,7 @@ def different(rank, size, what):
     model = net() if not (mine and what == "model") else nn.Sequential(net(), nn.Linear(CLASSES, CLASSES)).double()
     optimizer = adam if mine and what == "optimizer" else sgd
     target = 20 if mine and what == "target_batch" else 16
-    return train(rank, size, model=model, optimizer=optimizer, target_batch=target, shard=True, micro_batch=4)
+    return train(rank, size, model=model, optimizer=optimizer, target_batch=target, shard_data=True, micro_batch=4)
 
 
 class Counting(nn.Module):
@@ -360,7 +367,7 @@ def wide(samples=SAMPLES):
     return made
 
 
-def resumed(rank, size, folder, *, steps, shuffle=False, workers=0, shard=True, **arguments):
+def resumed(rank, size, folder, *, steps, shuffle=False, workers=0, shard_data=True, **arguments):
     """Train some steps with checkpoints, as a process does that is started again until all are done."""
     chance = torch.Generator().manual_seed(7)
     loader = DataLoader(vectors(), batch_size=5, shuffle=shuffle, generator=chance, num_workers=workers)
@@ -372,7 +379,7 @@ def resumed(rank, size, folder, *, steps, shuffle=False, workers=0, shard=True, 
         make_loader=lambda *_: loader,
         target_batch=16,
         micro_batch=3,
-        shard=shard,
+        shard_data=shard_data,
         checkpoint=folder,
         max_steps=steps,
         optimizer=adam,
@@ -446,7 +453,7 @@ def stopping(rank, size, *, who, event, at):
         16,
         epochs=2,
         micro_batch=4,
-        shard=True,
+        shard_data=True,
         val_loader=DataLoader(vectors(10, seed=1), batch_size=5),
         val_every=3,
         device="cpu",
@@ -459,6 +466,6 @@ def stopping(rank, size, *, who, event, at):
 def evaluated_every(rank, size, *, every):
     loader = DataLoader(texts(20, seed=5), batch_size=6)
     return train(
-        rank, size, loss="tokens, found out", target_batch=16, micro_batch=4, shard=True, epochs=2, val_loader=loader,
-        val_every=every,
+        rank, size, loss="tokens, found out", target_batch=16, micro_batch=4, shard_data=True, epochs=2,
+        val_loader=loader, val_every=every,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A training with memory="auto" on a small device, and the same updates where memory is plenty."""
+"""A training with save_memory="auto" on a small device, and the same updates where memory is plenty."""
 
 import os
 from unittest import mock
@@ -20,14 +20,16 @@ def data(windows=STEPS):
     ]
 
 
-def trained(capacity, *, memory="auto", model=None, remembers=False, **options):
+def trained(capacity, *, save_memory="auto", model=None, remembers=False, **options):
     model = model or Wide()
     seed()
     made = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False)}
     made |= {"loss": torch.nn.CrossEntropyLoss()}  # which needs no check: two samples may not fit
     made |= {"progress": "lines", "loader": data()} | options
     with mock.patch.dict(os.environ, {} if remembers else {"AUTOACCUM_CACHE_DIR": ""}):
-        return model, autoaccum.fit(model, made.pop("loader"), 8, device=Simulated(capacity), memory=memory, **made)
+        return model, autoaccum.fit(
+            model, made.pop("loader"), 8, device=Simulated(capacity), save_memory=save_memory, **made
+        )
 
 
 def replayed(*results, loss=torch.nn.functional.cross_entropy):

@@ -61,16 +61,16 @@ class Start:
     def accelerate(self, folder):
         from accelerate import Accelerator  # noqa: PLC0415
 
-        from autoaccum.integrations.accelerate import windowed  # noqa: PLC0415
+        from autoaccum.integrations.accelerate import auto_accumulate  # noqa: PLC0415
 
         accelerator = Accelerator(cpu=True)
         self.model = accelerator.prepare(self.model)
-        self.loop(folder, windowed(accelerator, self.model, closure=self.loss, **self.options))
+        self.loop(folder, auto_accumulate(accelerator, self.model, closure=self.loss, **self.options))
 
     def transformers(self, folder):
         import transformers as kind  # noqa: PLC0415
 
-        from autoaccum.integrations.transformers import windowed  # noqa: PLC0415
+        from autoaccum.integrations.transformers import auto_accumulate  # noqa: PLC0415
 
         noted, args = self.found, {"max_steps": self.batches, "per_device_train_batch_size": 64, "save_strategy": "no"}
         args |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
@@ -79,7 +79,7 @@ class Start:
             def on_step_end(self, *_, **__):
                 noted.append(trainer.autoaccum.last_backward.micro_batches)
 
-        trainer = windowed(kind.Trainer, **self.options)(
+        trainer = auto_accumulate(kind.Trainer, **self.options)(
             self.model,
             kind.TrainingArguments(str(folder), dataloader_pin_memory=False, **args),
             train_dataset=range(64 * self.batches),
@@ -91,9 +91,9 @@ class Start:
     def lightning(self, _):
         import lightning.pytorch as pl  # noqa: PLC0415
 
-        from autoaccum.integrations.lightning import Windowed  # noqa: PLC0415
+        from autoaccum.integrations.lightning import AutoAccumulate  # noqa: PLC0415
 
-        callback, start = Windowed(**self.options), self
+        callback, start = AutoAccumulate(**self.options), self
 
         class Module(pl.LightningModule):
             def __init__(self):

@@ -58,8 +58,8 @@ def test_fit_has_the_arguments_of_the_reference_in_its_order():
     ("module", "name"),
     [
         *(("autoaccum", name) for name in ("Runner", "Accumulator", "find_micro_batch", "preflight")),
-        *((f"autoaccum.integrations.{name}", "windowed") for name in ("transformers", "accelerate")),
-        ("autoaccum.integrations.lightning", "Windowed"),
+        *((f"autoaccum.integrations.{name}", "auto_accumulate") for name in ("transformers", "accelerate")),
+        ("autoaccum.integrations.lightning", "AutoAccumulate"),
     ],
 )
 def test_arguments_are_in_the_order_of_fit(module, name):

@@ -67,7 +67,7 @@ def train(rank, size, folder, action="nothing", *, is_spread=False):
         model = sharded_training.sharded(model)
     else:
         model = rank_training.net(seed=rank, dropout=0.3)
-    options = {"optimizer": rank_training.adam, "micro_batch": 6 if is_spread else 3, "epochs": 2, "shard": True}
+    options = {"optimizer": rank_training.adam, "micro_batch": 6 if is_spread else 3, "epochs": 2, "shard_data": True}
     options |= {"device": "cpu", "checkpoint": folder / "checkpoints", "checkpoint_every": 2}
     result = autoaccum.fit(model, loader, 16, callbacks=[Ending(rank, folder, action, greedy)], **options)
     whole = [one.full_tensor() if is_spread else one for one in model.parameters()]

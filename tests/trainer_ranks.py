@@ -12,7 +12,7 @@ import torch
 
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
-from autoaccum.integrations.transformers import windowed
+from autoaccum.integrations.transformers import auto_accumulate
 from faults import FailAt
 from trainers import Trainer, history, trained, weights
 
@@ -31,7 +31,7 @@ def failing(owner, method, points):
 
 
 def found_in(folder):
-    ours = windowed(Trainer, micro_batch=2)
+    ours = auto_accumulate(Trainer, micro_batch=2)
     whole = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6}
     found = {}
     of_ours = {

@@ -57,7 +57,7 @@ _NUMBER: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 @click.option("--target-batch", **_NUMBER, help="Samples per optimizer step.")
 @click.option("--target-tokens", **_NUMBER, help="Tokens per optimizer step, in place of samples.")
 @click.option("--memory-limit", **_SIZE, help="Memory limit: 600MiB, bytes, or a fraction such as 0.5.")
-@click.option("--memory", multiple=True, metavar="NAME", help="What saves memory, as in fit; repeatable.")
+@click.option("--save-memory", multiple=True, metavar="NAME", help="What saves memory, as in fit; repeatable.")
 @click.option("--device", metavar="NAME", help="The device, such as cpu, cuda or cuda:1.")
 @click.option("--precision", metavar="NAME", help="auto, fp32, bf16 or fp16.")
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Predict for this GPU (h100-80gb); repeatable.")
@@ -104,7 +104,9 @@ def report_command(
     autoaccum.Job.
     """
     given: dict[str, Any] = {
-        name: list(value) if name == "memory" else value for name, value in options.items() if value not in (None, ())
+        name: list(value) if name == "save_memory" else value
+        for name, value in options.items()
+        if value not in (None, ())
     }
     with _missing_as_exit_code(context):
         # A device that the script names does not matter, because most name one.

@@ -22,7 +22,7 @@ _BOUNDS, _LONGEST, _INDEX = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q",
 class PackedRows:
     """Samples are the sequences packed into one row, as by packing and padding-free training.
 
-        SFTTrainer = autoaccum.integrations.transformers.windowed(SFTTrainer, split=autoaccum.PackedRows())
+        SFTTrainer = autoaccum.integrations.transformers.auto_accumulate(SFTTrainer, split=autoaccum.PackedRows())
 
     A batch is a mapping with `input_ids` (1, T), and `cu_seq_lens_q` (N + 1,) or `position_ids` (1, T) that begin anew
     with each sequence. Tensors of (1, T, ...) are cut with it; bounds and longest lengths are those of each part. No

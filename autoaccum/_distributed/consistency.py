@@ -242,6 +242,6 @@ def warn_of_same_samples(ranks: Ranks, first: Window, notices: Notices) -> None:
     said = ranks.exchange("first samples", hashlib.blake2b(repr(values).encode()).digest())
     if len(set(said)) == 1 and first.samples:
         notices.say(
-            "every rank's loader gives the same samples, so each is used once by every rank; pass shard=True, or give "
-            "each rank its own by a DistributedSampler"
+            "every rank's loader gives the same samples, so each is used once by every rank; pass shard_data=True, or "
+            "give each rank its own by a DistributedSampler"
         )

@@ -86,8 +86,8 @@ class DealtLoader:
         for rank, one in enumerate(said):
             if one != said[0]:
                 raise InvalidInputError(
-                    f"the {name} of rank {rank} has {one}, and that of rank 0 {said[0]}; with shard=True every rank's "
-                    "loader must give all of the data, and each rank takes its part"
+                    f"the {name} of rank {rank} has {one}, and that of rank 0 {said[0]}; with shard_data=True every "
+                    "rank's loader must give all of the data, and each rank takes its part"
                 )
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class DealtLoader:
         expected = len(own) ** 2 / (len(data) if hasattr(data, "__len__") else len(own) or 1)
         if expected >= _MANY and own.isdisjoint(map(_spelled, order)):
             raise InvalidInputError(
-                f"shard=True splits the samples of every rank's {self._name}, but the sampler gives rank "
+                f"shard_data=True splits the samples of every rank's {self._name}, but the sampler gives rank "
                 f"{self._ranks.rank} no sample that rank 0 has, so it already does; use only one of them"
             )
 
@@ -154,13 +154,13 @@ def _check_can_be_sharded(name: str, loader: Any) -> None:
     )
     if not is_map_style:
         raise InvalidInputError(
-            f"shard=True takes a torch DataLoader over a dataset with indices, and {name} is a "
+            f"shard_data=True takes a torch DataLoader over a dataset with indices, and {name} is a "
             f"{type(loader).__name__} that gives no indices; let each rank's loader yield its own samples, and leave "
             "shard out"
         )
     for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
         if any(getattr(sampler, counts, 1) not in (1, None) for counts in _COUNTS_OF_RANKS):
             raise InvalidInputError(
-                f"shard=True splits the samples of every rank's {name}, but this one's {type(sampler).__name__} "
+                f"shard_data=True splits the samples of every rank's {name}, but this one's {type(sampler).__name__} "
                 "already does; use only one of them"
             )

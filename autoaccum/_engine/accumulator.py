@@ -129,14 +129,14 @@ class GradientAccumulator:
         """Return a window of a batch of tensors just like those of the last one; None if it is anything else."""
         return None if self._engine is None else self._engine.checks.known(batch)
 
-    # --- memory="auto" ------------------------------------------------------------------------------------------------
+    # --- save_memory="auto" -------------------------------------------------------------------------------------------
 
     def begin_rung(self, rung: Rung) -> None:
         """Search for sizes with what saves memory from now on, or take those that an earlier run found with it."""
         self._rung, self._engine = rung, None
 
     def look_up(self, window: Window) -> Rung:
-        """Return what memory="auto" needed in an earlier run; call it before a batch, with modules as the user's."""
+        """Return what save_memory="auto" needed in an earlier run; call it before a batch, with the user's modules."""
         if self._engine is None or _is_outgrown(self._engine.sizing, window):
             self._looked_up = self._entry_of(window)
         return () if self._looked_up is None else self._looked_up.saves

@@ -134,8 +134,8 @@ def _precision(step: GradientStep, said: str) -> list[str]:
 
 def _savings(step: GradientStep) -> list[str]:
     ways = ways_left(step.objective.modules, step.memory)
-    if "memory" in step.options.names and not step.is_sharded:  # which it does not go with
-        return [f"memory={way!r}" for way in ways]
+    if "save_memory" in step.options.names and not step.is_sharded:  # which it does not go with
+        return [f"save_memory={way!r}" for way in ways]
     return ["activation checkpointing"] if "checkpoint" in ways else []
 
 

@@ -15,7 +15,7 @@ from autoaccum._engine.precision import ALIASES, PRECISIONS
 from autoaccum._loss.loss_sources import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
-from autoaccum._saving.savings import check_memory
+from autoaccum._saving.savings import check_savings
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Options:
     precision: str = "auto"
     micro_batch: int | str = "auto"
     memory_limit: float | str | None = None
-    memory: str | Sequence[str] | None = None
+    save_memory: str | Sequence[str] | None = None
     on_too_large: str = "raise"
     oom_report: str | PathLike[str] | None = None
     callbacks: Sequence[Callback] = ()
@@ -140,8 +140,8 @@ class Options:
         return parse_limit(self.memory_limit, device)
 
     def savings(self, device: MemoryBackend) -> tuple[str, ...]:
-        """Return the names in `memory`, in order."""
-        return check_memory(self.memory, device)
+        """Return the names in `save_memory`, in order."""
+        return check_savings(self.save_memory, device)
 
 
 # The names of the arguments.

@@ -62,7 +62,7 @@ def find_micro_batch(
     precision: str = "auto",
     max_micro_batch: int | None = None,
     memory_limit: float | str | None = None,
-    memory: str | Sequence[str] | None = None,
+    save_memory: str | Sequence[str] | None = None,
 ) -> ProbeResult:
     """Find the largest micro-batch with which a whole training step fits.
 
@@ -84,7 +84,7 @@ def find_micro_batch(
         precision: As for `fit`.
         max_micro_batch: The largest size of interest; None means the batch's own length.
         memory_limit: As for `fit`.
-        memory: As for `fit`, while sizes are tried.
+        save_memory: As for `fit`, while sizes are tried.
 
     Returns:
         The largest size that was tried and fits, and every trial.

@@ -39,7 +39,7 @@ from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loaders import first_batches, samples_of
 from autoaccum._report.records import Measured, Predicted, Subject
 from autoaccum._report.remedies import Remedies, adapts_of, are_due, computes_bf16, kernels_of, names_in
-from autoaccum._saving.savings import Savings, check_memory
+from autoaccum._saving.savings import Savings, check_savings
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
@@ -80,7 +80,7 @@ def preflight(
     precision: str = "auto",
     max_micro_batch: int | None = None,
     memory_limit: float | str | None = None,
-    memory: str | Sequence[str] | None = None,
+    save_memory: str | Sequence[str] | None = None,
     gpus: str | Sequence[str] = (),
     device_memory: str | None = None,
     display: str | None = None,
@@ -111,7 +111,7 @@ def preflight(
         precision: As for `fit`.
         max_micro_batch: The largest size of interest; None means `target_batch`.
         memory_limit: As for `fit`; also applies to the GPUs in `gpus`, unless something is measured on the CPU.
-        memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
+        save_memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
         gpus: Names of GPUs to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted GPU to predict for, such as "24GiB".
         display: The memory of each of these GPUs that a display uses, such as "600MiB"; None means none.
@@ -145,7 +145,7 @@ def preflight(
     among = chosen_gpus(gpus, device_memory, display)
     measures = _measures(measure, among, device)
     _say_of_ranks(notices, ranks, share, fsdp)
-    adapts = adapts_of(names_in(memory, notices))
+    adapts = adapts_of(names_in(save_memory, notices))
     made = _made(model, notices, on_meta=not measures)
     backend = devices.resolve(device, made, notices) if measures else None
     limits_gpus = backend is None or backend.device.type != "cpu"
@@ -170,7 +170,7 @@ def preflight(
         warnings.append(f"not predicted for {', '.join(gpu.name for gpu in among)}: {error}")
     if backend is not None:
         put_together = partial(assemble, made, replace(options, optimizer=chosen), memory=backend, notices=notices)
-        measured, further = _measured(asked, backend, put_together, memory, notices)
+        measured, further = _measured(asked, backend, put_together, save_memory, notices)
         warnings += further
         with undisturbed():
             measured = _with_epoch(measured, loader, batch, split)
@@ -251,13 +251,13 @@ def _measured(
     asked: Asked,
     backend: MemoryBackend,
     put_together: Callable[[], TrainingStep],
-    memory: str | Sequence[str] | None,
+    save_memory: str | Sequence[str] | None,
     notices: Notices,
 ) -> tuple[Measured, tuple[str, ...]]:
     """Measure steps that save memory as asked, and put the model back as it was."""
     _LOG.info("measuring on %s", backend.name)
-    names = names_in(memory, notices)
-    check_memory(names, backend)
+    names = names_in(save_memory, notices)
+    check_savings(names, backend)
     with ExitStack() as saved:
 
         def saving_memory() -> TrainingStep:

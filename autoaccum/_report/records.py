@@ -29,7 +29,7 @@ class Remedy:
         micro_batch: The largest micro-batch that would then fit.
         cost: Its disadvantage.
         safe_micro_batch: The largest that would then fit in spite of the prediction's uncertainty.
-        memory: What `fit` takes as `memory` for it; empty if it is another change.
+        memory: What `fit` takes as `save_memory` for it; empty if it is another change.
     """
 
     name: str

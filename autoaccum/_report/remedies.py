@@ -17,7 +17,7 @@ from autoaccum._estimate.allocation_trace import Category
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line, let_go
 from autoaccum._report.records import Predicted, Remedy
-from autoaccum._saving.savings import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, check_memory, check_place, in_force
+from autoaccum._saving.savings import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, check_place, check_savings, in_force
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
 
@@ -54,7 +54,7 @@ class _Change:
         name: Its name.
         how: How to make it.
         cost: Its disadvantage.
-        memory: What `fit` takes as `memory` for it; empty if it is another change.
+        save_memory: What `fit` takes as `save_memory` for it; empty if it is another change.
         precision: The precision of the step; empty if it does not change it.
         of_timeline: What it changes in a traced step; None if nothing.
     """
@@ -62,7 +62,7 @@ class _Change:
     name: str
     how: str
     cost: str
-    memory: tuple[str, ...] = ()
+    save_memory: tuple[str, ...] = ()
     precision: str = ""
     of_timeline: Callable[[Timeline], Timeline] | None = None
 
@@ -121,10 +121,12 @@ class Remedies:
             with adapt_of(memory)(self._model) as way:
                 pass
             if way:
-                how = f"memory={memory!r}" + (f", or torch.utils.checkpoint: {way}" if memory == CHECKPOINT else "")
+                how = f"save_memory={memory!r}" + (
+                    f", or torch.utils.checkpoint: {way}" if memory == CHECKPOINT else ""
+                )
                 yield _Change(name, how, cost, (memory,))
         if kernels_of(self._found) == "cuda":
-            how, cost = f"memory={OFFLOAD!r}, or torch.autograd.graph.save_on_cpu", "copies to the host and back"
+            how, cost = f"save_memory={OFFLOAD!r}, or torch.autograd.graph.save_on_cpu", "copies to the host and back"
             yield _Change(_OFFLOADED, how, cost, (OFFLOAD,))
             if isinstance(self._optimizer, _TWO_NUMBERS):
                 how = "torchao.optim.AdamW8bit or bitsandbytes.optim.AdamW8bit"
@@ -138,7 +140,7 @@ class Remedies:
         """Trace the changed step; None if it does not help, or the user's model fails with it."""
         try:
             traced = self._trace(change.precision) if change.precision else self._unchanged.traced
-            traced = traced.adapted([adapt_of(name) for name in change.memory]) if change.memory else traced
+            traced = traced.adapted([adapt_of(name) for name in change.save_memory]) if change.save_memory else traced
             traced = traced.changed(change.of_timeline) if change.of_timeline else traced
             return self._remedy(change, traced.estimate(self._unchanged.gpu))
         except Exception as error:
@@ -158,7 +160,7 @@ class Remedies:
         if largest < self._before or (largest == self._before and takes_no_less):
             return None
         safe = min(largest, estimate.largest(estimate.safe_bytes(self._room_bytes), self._most))
-        by_fit_alone = () if change.precision or change.of_timeline else change.memory
+        by_fit_alone = () if change.precision or change.of_timeline else change.save_memory
         return Remedy(change.name, change.how, peak, largest, change.cost, safe, by_fit_alone)
 
 
@@ -180,7 +182,7 @@ def _all_of(changes: Sequence[_Change]) -> _Change:
         " + ".join(one.name for one in changes),
         "; ".join(one.how for one in changes),
         "; ".join(one.cost for one in changes),
-        tuple(name for one in changes for name in one.memory),
+        tuple(name for one in changes for name in one.save_memory),
         "".join(one.precision for one in changes),
         next((one.of_timeline for one in changes if one.of_timeline), None),
     )
@@ -221,7 +223,7 @@ def _in_8_bits(element_bytes: int, timeline: Timeline) -> Timeline:
     return replace(timeline, storages=storages)
 
 
-def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str, ...]:
+def names_in(save_memory: Sequence[str] | str | None, notices: Notices) -> tuple[str, ...]:
     """Return what saves memory from the start, by names of `fit`'s argument.
 
     None for "auto", which is said.
@@ -229,10 +231,10 @@ def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str,
     Raises:
         InvalidInputError: A name is unknown.
     """
-    names = check_memory(memory, _ANY_GPU)
+    names = check_savings(save_memory, _ANY_GPU)
     if AUTO in names:
         notices.say(
-            "memory='auto': the report is of steps without it; fit finds what saves memory in its first windows"
+            "save_memory='auto': the report is of steps without it; fit finds what saves memory in its first windows"
         )
         return ()
     return names

@@ -172,8 +172,8 @@ def _once_more(
             buffer.data.copy_(values)  # by `data`, since autograd has saved them and would take them for modified
         if drawn is not None and _host_random() != drawn:
             raise SavingRefusedError(
-                f"memory='checkpoint': a {type(block).__name__} draws from Python's or NumPy's generators, and would "
-                "draw other numbers where it is computed again; draw by torch, or leave 'checkpoint' out"
+                f"save_memory='checkpoint': a {type(block).__name__} draws from Python's or NumPy's generators, and "
+                "would draw other numbers where it is computed again; draw by torch, or leave 'checkpoint' out"
             )
         checked.add(block)
 

@@ -159,7 +159,7 @@ class UnmadeLogits(Tensor):
             labels,
             held=recipe.held,
             is_alone=is_cast,
-            asked="memory='chunked_loss'",
+            asked="save_memory='chunked_loss'",
             weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -181,9 +181,9 @@ def _rows(step: _Step, hidden: Tensor, form: Tensor) -> Tensor | None:
 
 def _refusal(function: Any) -> SavingRefusedError:
     return SavingRefusedError(
-        f"memory='chunked_loss': {getattr(function, '__name__', function)} is computed of logits that are never made; "
-        "cross_entropy of them, by rows of tokens, is possible, after numbers, tanh, casts and slices of tokens. Leave "
-        "'chunked_loss' out, or compute the loss of hidden states by autoaccum.ChunkedLoss(head)"
+        f"save_memory='chunked_loss': {getattr(function, '__name__', function)} is computed of logits that are never "
+        "made; cross_entropy of them, by rows of tokens, is possible, after numbers, tanh, casts and slices of "
+        "tokens. Leave 'chunked_loss' out, or compute the loss of hidden states by autoaccum.ChunkedLoss(head)"
     )
 
 

@@ -39,7 +39,7 @@ SAVINGS = (CHUNKED, CHECKPOINT, OFFLOAD)
 AUTO = "auto"
 # What another rung may avoid: not one sample fits, or the model or its loss does not bear what is in force.
 AVOIDABLE = (DoesNotFitError, SavingRefusedError, CheckpointError)
-# What is in force together, by names of `memory`.
+# What is in force together, by names of `save_memory`.
 Rung = tuple[str, ...]
 
 
@@ -82,11 +82,11 @@ class Savings:
             self._ways = tuple(map(changed.enter_context, adapted))
             if self._reason:
                 said = "; ".join(self._ways) or "nothing saves memory"
-                self._notices.say(f"{self._reason}; from now on {said} (memory='auto')")
+                self._notices.say(f"{self._reason}; from now on {said} (save_memory='auto')")
                 self._reason = ""
             elif not self.is_auto:
                 for name, way in zip(self.names, self._ways, strict=True):
-                    self._notices.say(f"{way} (memory={name!r})", key=f"memory={name!r}")
+                    self._notices.say(f"{way} (save_memory={name!r})", key=f"save_memory={name!r}")
             yield
 
     def run(
@@ -135,8 +135,8 @@ class Savings:
 
     def _climb(self, error: Exception) -> None:
         if not isinstance(error, DoesNotFitError):
-            says = f"memory={CHECKPOINT!r}" if isinstance(error, CheckpointError) else str(error)
-            kept = tuple(name for name in self.names if not says.startswith(f"memory={name!r}"))
+            says = f"save_memory={CHECKPOINT!r}" if isinstance(error, CheckpointError) else str(error)
+            kept = tuple(name for name in self.names if not says.startswith(f"save_memory={name!r}"))
             if kept == self.names:
                 return
             self.names = kept
@@ -146,36 +146,39 @@ class Savings:
             return
         for name in SAVINGS:
             if reason := _left_out(name, self._modules, self._memory):
-                self._notices.say(f"memory='auto' leaves out {name!r}: {reason}", key=f"left out {name}")
+                self._notices.say(f"save_memory='auto' leaves out {name!r}: {reason}", key=f"left out {name}")
         if self._left:
             self.names = (*self.names, self._left.pop(0))
 
 
-# --- the argument `memory` --------------------------------------------------------------------------------------------
+# --- the argument `save_memory` ---------------------------------------------------------------------------------------
 
 
-def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend | None = None) -> tuple[str, ...]:
-    """Return the names from `fit`'s argument `memory`, in order; without a device, whatever can be had on one."""
-    names = () if memory is None else (memory,) if isinstance(memory, str) else memory
+def check_savings(save_memory: Sequence[str] | str | None, backend: MemoryBackend | None = None) -> tuple[str, ...]:
+    """Return the names from `fit`'s argument `save_memory`, in order; without a device, whatever can be had on one."""
+    names = () if save_memory is None else (save_memory,) if isinstance(save_memory, str) else save_memory
     if not isinstance(names, list | tuple):
-        raise InvalidInputError(f"memory={shown(memory)} is neither a name nor a list of names, such as ['checkpoint']")
+        raise InvalidInputError(
+            f"save_memory={shown(save_memory)} is neither a name nor a list of names, such as ['checkpoint']"
+        )
     if AUTO in names and len(names) > 1:
-        raise InvalidInputError(f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone")
+        raise InvalidInputError(f"save_memory={shown(save_memory)}: 'auto' takes all of them in turn; pass it alone")
     for name in names:
         if not _is_known(name):
             raise InvalidInputError(
-                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))} or "
+                f"save_memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))} or "
                 "'checkpoint:NAME' with the name or the class of the blocks"
             )
     if OFFLOAD in names and backend is not None and backend.is_host:
         raise InvalidInputError(
-            f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; choose "
-            "'checkpoint'"
+            f"save_memory='offload' moves activations to host memory, and on {backend.name} they already are there; "
+            "choose 'checkpoint'"
         )
     kinds = [name.partition(":")[0] for name in names]
     if twice := [name for name, kind in zip(names, kinds, strict=True) if kinds.count(kind) > 1]:
         raise InvalidInputError(
-            f"memory={shown(memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; keep one"
+            f"save_memory={shown(save_memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; "
+            "keep one"
         )
     return tuple(names)
 
@@ -188,13 +191,13 @@ def _is_known(name: object) -> bool:
 
 
 def check_place(name: str, modules: Sequence[nn.Module]) -> None:
-    """Refuse what has no place in modules, by a name of `memory`."""
+    """Refuse what has no place in modules, by a name of `save_memory`."""
     if reason := _why_not(name, modules):
-        raise InvalidInputError(f"memory={name!r}: {reason}; or leave it out")
+        raise InvalidInputError(f"save_memory={name!r}: {reason}; or leave it out")
 
 
 def in_force(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
-    """Return a context in which modules save memory, by a name of `memory`; it gives what is done in words."""
+    """Return a context in which modules save memory, by a name of `save_memory`; it gives what is done in words."""
     kind, _, rest = name.partition(":")
     if kind == CHUNKED:
         return chunked(modules)
@@ -202,7 +205,7 @@ def in_force(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> 
 
 
 def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
-    """Return what saves memory, by names of `memory`, that is not in force yet and would change anything."""
+    """Return what saves memory, by names of `save_memory`, that is not in force yet and would change anything."""
     changed = {CHUNKED: find_heads(modules), CHECKPOINT: blocks_of(modules), OFFLOAD: modules}
     in_force = [name for name, parts in changed.items() if any(map(is_replaced, parts))]
     return [name for name in SAVINGS if name not in in_force and not _left_out(name, modules, memory)]
@@ -233,7 +236,7 @@ def _why_not(name: str, modules: Sequence[nn.Module]) -> str:
     if not blocks:
         found = sorted({type(part).__name__ for module in modules for part in module.modules()})
         looked = f"no module has the name or the class {rest!r}" if rest else "the model has no repeated blocks"
-        return f"{looked} to compute again, among {listed(found, 8)}; name them, as in memory='checkpoint:Block'"
+        return f"{looked} to compute again, among {listed(found, 8)}; name them, as in save_memory='checkpoint:Block'"
     for part in (part for module in modules for part in module.modules()):
         if is_compiled(part) and blocks.intersection(part.modules()):
             return "the blocks are compiled, and torch.compile fails on what is computed again; compile without them"

@@ -54,7 +54,7 @@ class Remembered:
         micro_batch: The largest size that was tried and fitted.
         frontier: What fitted and what did not, as `Frontier.state` has it.
         fastest: The size measured to be the fastest.
-        memory: What `memory="auto"` saved memory by with these sizes.
+        memory: What `save_memory="auto"` saved memory by with these sizes.
     """
 
     micro_batch: int
@@ -131,7 +131,7 @@ class CacheEntry:
     Attributes:
         found: What an earlier run has found, or this one; None if nothing is known.
         frontier: What is known to fit.
-        saves: What `memory="auto"` saves memory by, for which that holds.
+        saves: What `save_memory="auto"` saves memory by, for which that holds.
     """
 
     def __init__(self, memory: MemoryBackend, cache: PlanCache | None = None, key: Key | None = None) -> None:

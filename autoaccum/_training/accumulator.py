@@ -82,7 +82,8 @@ class Accumulator:
         micro_batch: The most samples at once; "auto" finds it, and remembers it as `fit` does.
         memory_limit: As for `fit`. It is in force within `backward`. On the host, it counts from when the accumulator
             is created.
-        memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
+        save_memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they
+            were.
         oom_report: As for `fit`.
 
     A batch's gradient is computed from none and added to what was in `.grad` once it is complete, so that memory which
@@ -117,7 +118,7 @@ class Accumulator:
         precision: str = "auto",
         micro_batch: int | str = "auto",
         memory_limit: float | str | None = None,
-        memory: str | Sequence[str] | None = None,
+        save_memory: str | Sequence[str] | None = None,
         oom_report: str | PathLike[str] | None = None,
     ) -> None:
         self._set_up(model, Options.of(Accumulator, locals()), closure=closure, scale=scale)
@@ -199,8 +200,8 @@ class Accumulator:
         return self._accumulating.plan
 
     @property
-    def memory(self) -> tuple[str, ...]:
-        """What saves memory in the next batch, by names of the argument `memory`."""
+    def savings(self) -> tuple[str, ...]:
+        """What saves memory in the next batch, by names of the argument `save_memory`."""
         return self._savings.names
 
     @writes_reason
@@ -257,7 +258,7 @@ class Accumulator:
             raise
 
     def _added(self, window: Window) -> BackwardReport:
-        """Add the gradient of a window; with memory="auto" save more wherever not even one sample fits."""
+        """Add the gradient of a window; with save_memory="auto" save more wherever not even one sample fits."""
         savings, accumulating = self._savings, self._accumulating
         if not (savings.is_auto or savings.names):
             return accumulating.add(window)

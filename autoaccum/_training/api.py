@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 # Arguments that must be the same on all ranks, beside those that are options of the step.
 _ALIKE_ON_RANKS = (
-    *("target_batch", "target_tokens", "drop_last", "shard", "epochs", "max_steps", "val_every"),
-    *("scheduler_interval", "lr_scaling", "base_batch", "noise_scale", "memory"),
+    *("target_batch", "target_tokens", "drop_last", "shard_data", "epochs", "max_steps", "val_every"),
+    *("scheduler_interval", "lr_scaling", "base_batch", "noise_scale", "save_memory"),
 )
 
 
@@ -98,13 +98,13 @@ def fit(
     precision: Literal["auto", "fp32", "no", "bf16", "bf16-mixed", "fp16", "16-mixed"] = "auto",
     micro_batch: int | Literal["auto"] = "auto",
     memory_limit: float | str | None = None,
-    memory: str | Sequence[str] | None = None,
+    save_memory: str | Sequence[str] | None = None,
     on_too_large: Literal["raise", "skip"] = "raise",
     # Long runs, ranks, diagnosis.
     checkpoint: str | PathLike[str] | None = None,
     checkpoint_every: int | str | None = EVERY,
     resume: bool | Literal["auto"] = "auto",
-    shard: bool = False,
+    shard_data: bool = False,
     noise_scale: bool | int = False,
     oom_report: str | PathLike[str] | None = None,
 ) -> FitResult:
@@ -187,8 +187,8 @@ def fit(
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call and the batches of the loader. None: all free
             memory.
-        memory: What saves memory, for time (docs/memory.md). "chunked_loss": the cross entropy of a Transformers model
-            is computed a few tokens at a time, so that its logits are never whole; other models use
+        save_memory: What saves memory, for time (docs/memory.md). "chunked_loss": the cross entropy of a Transformers
+            model is computed a few tokens at a time, so that its logits are never whole; other models use
             `autoaccum.ChunkedLoss`. "checkpoint": activation checkpointing of the model's repeated blocks, or with
             "checkpoint:NAME" of those of a name or a class. "offload": activations are kept in host memory. Several in
             a list. "auto": one after the other wherever not even one sample fits, else nothing. Gradients stay the
@@ -204,8 +204,8 @@ def fit(
         resume: "auto": resume from the folder's newest checkpoint, or start from the beginning if there is none. True:
             require one. False: start from the beginning; those in the folder move to a folder `earlier-N` in it when
             the first new one is written.
-        shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
-            window and of the validation data. False: each rank's loaders give only its own samples
+        shard_data: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of
+            every window and of the validation data. False: each rank's loaders give only its own samples
             (DistributedSampler); see docs/several-gpus.md.
         noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from two
             norms of every 50th window; a number measures every so many windows. A window that is measured takes
@@ -246,7 +246,7 @@ def fit(
     _check_data(loader, val_loader, split, val_every, metrics, epochs, callbacks)
     saving = check_saving(checkpoint, checkpoint_every, resume)
     folders = [None if saving is None else saving.folder, options.report_folder]
-    check_bool("shard", shard)
+    check_bool("shard_data", shard_data)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank, cap, counts = own_rank(), max_micro_batch(), TOKENS if in_tokens else SAMPLES
@@ -267,20 +267,20 @@ def fit(
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         grows_from = None
         if ranks is not None:
-            grows_from = _check_ranks(ranks, step, given, {"memory": savings, "noise_scale": options.noise_every})
+            grows_from = _check_ranks(ranks, step, given, {"save_memory": savings, "noise_scale": options.noise_every})
         world = Coordinator(
             ranks,
             loader,
             target,
             drop_last=drop_last,
-            shard=shard,
+            shard_data=shard_data,
             split=step.objective.split,
             in_tokens=in_tokens,
             notices=notices,
         )
         per_epoch = None
         if not in_tokens:
-            of_window = target if shard else world.target_batch
+            of_window = target if shard_data else world.target_batch
             per_epoch = _steps_per_epoch(loader, of_window, drop_last=drop_last)
         call = Call(
             step,
@@ -380,7 +380,7 @@ def _check_ranks(ranks: Ranks, step: TrainingStep, given: Mapping[str, Any], mea
             "dataset"
         )
     means = {**given, **meant}
-    asked = {f"{name}={given[name]!r}": bool(means[name]) for name in ("memory", "noise_scale", "target_tokens")}
+    asked = {f"{name}={given[name]!r}": bool(means[name]) for name in ("save_memory", "noise_scale", "target_tokens")}
     grows_from = check_sharded(step.objective.modules, ranks.size, asked)
     are_given = {name: given[name] is not None for name in ("checkpoint", "val_loader")}
     further = {

@@ -1,6 +1,6 @@
-"""Callbacks that log a training: to a file of JSON lines, and to TensorBoard.
+"""A callback that logs a training to a file of JSON lines.
 
-Reading a loss waits for the device, so both write a step when the next event arrives: by then its numbers have arrived,
+Reading a loss waits for the device, so a step is written when the next event arrives: by then its numbers have arrived,
 and training does not wait.
 """
 
@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from torch import distributed
+
 from autoaccum._arguments import check_path
 from autoaccum._callbacks import Callback
-from autoaccum._oom import first_line
 from autoaccum._system.output import log
 from autoaccum.errors import InvalidInputError
 
@@ -37,36 +38,8 @@ _STEP = (
 _RESULT = ("steps", "samples", "oom_events", "elapsed_s", "stopped", "noise_scale")
 
 
-class _Log(Callback):
-    """Writes each step at the next event; what cannot be written is said once and ends no training."""
-
-    def __init__(self) -> None:
-        self._held: tuple[StepReport, int, float] | None = None
-        self._has_complained = False
-
-    def on_step(self, report: StepReport, *, epoch: int) -> None:
-        """Write the step before this one."""
-        self._write_held()
-        self._held = report, epoch, time.time()
-
-    def _write_held(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            # If the device was lost, the step's numbers are, too. Another error would hide the one that says so.
-            with contextlib.suppress(RuntimeError):
-                self._write_step(*held)
-
-    def _write_step(self, report: StepReport, epoch: int, at_s: float) -> None:
-        raise NotImplementedError
-
-    def _complain(self, text: str) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            log(text, logging.WARNING)
-
-
-class JSONLinesLog(_Log):
-    """Appends one JSON object a line for each event, flushed line by line.
+class JSONLinesLog(Callback):
+    """Appends one JSON object a line for each event, flushed line by line; of several processes, on rank 0 alone.
 
     Every object has "event" and "time" (seconds since 1970, when it happened). By event, the further keys
     are:
@@ -98,10 +71,11 @@ class JSONLinesLog(_Log):
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        super().__init__()
         self.path = check_path("path", path, "file for the log")
         self._file: BinaryIO | None = None
         self._is_cut = False  # whether the file's last line has no end
+        self._has_complained = False
+        self._held: tuple[float, int, StepReport] | None = None  # the last step: when it was, its epoch, its report
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Open the file.
@@ -109,6 +83,8 @@ class JSONLinesLog(_Log):
         Raises:
             InvalidInputError: It cannot be opened for writing.
         """
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: what a buffer cannot write it keeps, and tries again in the middle of another line.
@@ -129,6 +105,11 @@ class JSONLinesLog(_Log):
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Write the plan."""
         self._write("plan", step=step, **_fields(plan, _PLAN), probe=None if probe is None else _fields(probe, _PROBE))
+
+    def on_step(self, report: StepReport, *, epoch: int) -> None:
+        """Write the step before this one."""
+        self._write_held()
+        self._held = time.time(), epoch, report
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
         """Write where memory ran out."""
@@ -152,25 +133,30 @@ class JSONLinesLog(_Log):
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Write the end and close the file."""
-        file = self._file
-        if file is None:
+        if self._file is None:
             return
         try:
             self._write("fit_end", completed=result is not None, **({} if result is None else _fields(result, _RESULT)))
         finally:
-            self._file = None
             with contextlib.suppress(OSError):  # where the last write came to nothing
-                file.close()
+                self._file.close()
+            self._file = None
 
     def _write(self, event: str, **values: Any) -> None:
         self._write_held()
         self._write_line(event, time.time(), values)
 
-    def _write_step(self, report: StepReport, epoch: int, at_s: float) -> None:
-        self._write_line("step", at_s, {"epoch": epoch, **_fields(report, _STEP)})
+    def _write_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            at_s, epoch, report = held
+            # If the device was lost, the step's numbers are, too. Another error would hide the one that says so.
+            with contextlib.suppress(RuntimeError):
+                self._write_line("step", at_s, {"epoch": epoch, **_fields(report, _STEP)})
 
     def _write_line(self, event: str, at_s: float, values: dict[str, Any]) -> None:
-        assert self._file is not None, "on_fit_start comes first"
+        if self._file is None:  # of another rank
+            return
         line = json.dumps(_plain({"event": event, "time": at_s, **values}), allow_nan=False).encode() + b"\n"
         line = b"\n" + line if self._is_cut else line
         try:
@@ -179,10 +165,12 @@ class JSONLinesLog(_Log):
             self._is_cut = bool(reason) and not line[:written].endswith(b"\n")
         except OSError as error:
             reason = error.strerror or str(error)
-        if reason:
-            self._complain(
+        if reason and not self._has_complained:
+            self._has_complained = True
+            log(
                 f"the log {str(self.path)!r} cannot be written ({reason}); training goes on, and events are missing "
-                "there"
+                "there",
+                logging.WARNING,
             )
 
 
@@ -198,113 +186,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class TensorBoardLog(_Log):
-    """Writes scalars for TensorBoard. Where training goes on from a checkpoint, what was beyond it is hidden.
-
-    By step: "train/loss" (and "train/loss/NAME" where there are several), "train/learning_rate" (or
-    "train/learning_rate/0" and so on, where the optimizer has several groups), "train/grad_norm" and
-    "train/noise_scale" where they are known, "train/samples_per_s", "memory/peak_bytes", "memory/oom_events",
-    "plan/micro_batch"; at each evaluation "evaluation/loss" and "evaluation/NAME" for each metric.
-
-    Args:
-        log_dir: The folder for the event files.
-
-    Raises:
-        InvalidInputError: It is not a path, or TensorBoard is not installed.
-    """
-
-    def __init__(self, log_dir: str | PathLike[str]) -> None:
-        super().__init__()
-        self.log_dir = check_path("log_dir", log_dir, "folder for the event files")
-        try:
-            # Here, since TensorBoard is optional, and takes longer to import than autoaccum.
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-        except ImportError as error:
-            raise InvalidInputError(
-                "TensorBoardLog needs TensorBoard, which is not installed; pip install tensorboard"
-            ) from error
-        self._make_writer: Any = SummaryWriter
-        self._writer: Any = None
-        self._oom_events = 0
-
-    def on_fit_start(self, **_: int | None) -> None:
-        """Open the event file.
-
-        Raises:
-            InvalidInputError: It cannot be opened for writing.
-        """
-        self._oom_events = 0
-        try:
-            self._writer = self._make_writer(str(self.log_dir))
-        except OSError as error:
-            raise InvalidInputError(
-                f"the event file in {str(self.log_dir)!r} cannot be opened for writing ({error.strerror}); pass a "
-                "folder that you may write to"
-            ) from error
-
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
-        """Write the largest micro-batch."""
-        self._add({"plan/micro_batch": plan.micro_batch}, step)
-
-    def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Write how often memory ran out so far."""
-        self._oom_events += 1
-        self._add({"memory/oom_events": self._oom_events}, step)
-
-    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Write the loss, what it is made of, and the metrics."""
-        values = {**_losses("loss", evaluation.loss, evaluation.losses), **evaluation.metrics}
-        self._add({f"evaluation/{name}": value for name, value in values.items()}, step)
-
-    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
-        """Begin another event file, with which TensorBoard hides what it has of later steps."""
-        self._held = None
-        self._close()
-        self._writer = self._tried(lambda: self._make_writer(str(self.log_dir), purge_step=step + 1))
-
-    def on_fit_end(self, result: FitResult | None) -> None:  # noqa: ARG002 - the protocol's
-        """Write the last step and close the event file."""
-        self._write_held()
-        self._close()
-
-    def _write_step(self, report: StepReport, epoch: int, at_s: float) -> None:  # noqa: ARG002 - the base's
-        rates = report.learning_rates
-        values = {
-            **_losses("train/loss", report.loss, report.losses),
-            **{f"train/learning_rate{f'/{place}' * (len(rates) > 1)}": rate for place, rate in enumerate(rates)},
-            "train/grad_norm": report.grad_norm,
-            "train/noise_scale": report.noise_scale,
-            "train/samples_per_s": report.samples / report.elapsed_s if report.elapsed_s > 0 else None,
-            "memory/peak_bytes": report.peak_bytes,
-        }
-        self._add({name: value for name, value in values.items() if value is not None}, report.step, at_s)
-
-    def _add(self, values: Mapping[str, float], step: int, at_s: float | None = None) -> None:
-        for name, value in values.items():
-            if self._writer is not None:
-                self._tried(self._writer.add_scalar, name, value, step, walltime=at_s)
-
-    def _close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            self._tried(writer.close)
-
-    def _tried(self, call: Any, *arguments: Any, **named: Any) -> Any:
-        """Give the log up where TensorBoard fails: its thread that writes does not begin again after an error."""
-        try:
-            return call(*arguments, **named)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training matters more
-            self._writer = None
-            self._complain(
-                f"the event file in {str(self.log_dir)!r} cannot be written ({first_line(error)}); training goes on "
-                "without it"
-            )
-            return None
-
-
-def _losses(name: str, loss: float | None, losses: Mapping[str, float]) -> dict[str, float]:
-    """Return a loss, if there is one, and its parts if there are several, by name."""
-    own = {} if loss is None else {name: loss}
-    return own | ({f"{name}/{part}": value for part, value in losses.items()} if len(losses) > 1 else {})

@@ -216,7 +216,7 @@ class Training:
             best_checkpoint=None if checkpoints is None else checkpoints.storage.best,
             stopped=self._progress.stopped,
             noise_scale=None if self._call.noise is None else self._call.noise.samples,
-            memory=self._call.savings.names,
+            savings=self._call.savings.names,
             warnings=(
                 *self._step.objective.knowledge.said.texts,
                 *(() if checkpoints is None else checkpoints.differences),

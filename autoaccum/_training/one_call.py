@@ -39,7 +39,7 @@ class Call:
         cap: Upper bound on the micro-batch, set or found; None for no bound.
         grows_from: The initial size if a size that does not fit would end the process. Nothing is then tried, and sizes
             grow by extrapolation from smaller ones. None if the process survives running out of memory.
-        saves: What saves memory, as `fit` takes it in `memory`.
+        saves: What saves memory, as `fit` takes it in `save_memory`.
         savings: Saves it.
         noise: The gradient noise scale to measure; None without `noise_scale`.
     """

@@ -53,7 +53,7 @@ class Coordinator:
         target: int,
         *,
         drop_last: bool,
-        shard: bool,
+        shard_data: bool,
         split: Split | None,
         in_tokens: bool,
         notices: Notices,
@@ -64,7 +64,7 @@ class Coordinator:
         self.target_batch = self._whole_target = target
         self.peers: RankPeers | None = None
         self._drop_last = drop_last
-        self._shards = shard
+        self._shards = shard_data
         self._in_tokens = in_tokens
         self._notices = notices
         if ranks is not None:
@@ -126,7 +126,7 @@ class Coordinator:
         """Return an iterable over this process's part of the validation data.
 
         Raises:
-            InvalidInputError: With `shard`, the loader cannot be divided, or lengths differ.
+            InvalidInputError: With `shard_data`, the loader cannot be divided, or lengths differ.
         """
         if self.ranks is None or not self._shards:
             return val_loader
@@ -213,12 +213,14 @@ class Coordinator:
             return None
         raise CheckpointError(
             f"the checkpoint {path} was written by {_these(len(parts), wrote)} in the middle of an epoch, and the rest "
-            f"of it cannot be given to {_these(size, here)}; go on with as many processes and shard= as before until "
-            "an epoch ends, or pass resume=False to start from the beginning"
+            f"of it cannot be given to {_these(size, here)}; go on with as many processes and shard_data= as before "
+            "until an epoch ends, or pass resume=False to start from the beginning"
         )
 
 
 def _these(size: int, loader: str) -> str:
     if size == 1:
         return "one process"
-    return f"{size} processes " + ("with loaders of their own (shard=False)" if loader == _OWN else "(shard=True)")
+    return f"{size} processes " + (
+        "with loaders of their own (shard_data=False)" if loader == _OWN else "(shard_data=True)"
+    )

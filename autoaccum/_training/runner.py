@@ -69,8 +69,8 @@ class Runner:
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created, without what batches take
             beyond those of the first window.
-        memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
-            they were.
+        save_memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere
+            are as they were.
         noise_scale: As for `fit`; the property of this name is the newest estimate.
         oom_report: As for `fit`.
 
@@ -102,7 +102,7 @@ class Runner:
         device: str | torch.device | MemoryBackend | None = None,
         precision: str = "auto",
         memory_limit: float | str | None = None,
-        memory: str | Sequence[str] | None = None,
+        save_memory: str | Sequence[str] | None = None,
         noise_scale: bool | int = False,
         oom_report: str | PathLike[str] | None = None,
     ) -> None:
@@ -165,8 +165,8 @@ class Runner:
         self._runner.sizing.set(plan)
 
     @property
-    def memory(self) -> tuple[str, ...]:
-        """What saves memory in the next window, by names of the argument `memory`."""
+    def savings(self) -> tuple[str, ...]:
+        """What saves memory in the next window, by names of the argument `save_memory`."""
         return self._savings.names
 
     @property

@@ -29,7 +29,7 @@ class PairedRows:
         if _ROWS not in batch:
             raise InvalidInputError(
                 f"a batch of preferences holds {', '.join(batch)}, and no {_ROWS} with chosen rows and rejected ones "
-                "below them, as TRL's newer versions make it; train with TRL 1.16, or pass split= to windowed()"
+                "below them, as TRL's newer versions make it; train with TRL 1.16, or pass split= to auto_accumulate()"
             )
         rows = len(batch[_ROWS])
         if rows % 2:

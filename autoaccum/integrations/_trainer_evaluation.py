@@ -47,7 +47,7 @@ class EvaluationInParts:
 
     Args:
         trainer: The trainer.
-        split: As for `windowed`.
+        split: As for `auto_accumulate`.
         notices: Reports choices made for the user.
 
     Attributes:

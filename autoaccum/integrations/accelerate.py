@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport
 
-__all__ = ["windowed"]
+__all__ = ["auto_accumulate"]
 
-_REFUSED = refusal("Accelerator.log within the loss", "log what the function that windowed() returned has reported")
+_REFUSED = refusal(
+    "Accelerator.log within the loss", "log what the function that auto_accumulate() returned has reported"
+)
 
 
-def windowed(
+def auto_accumulate(
     accelerator: Accelerator,
     model: nn.Module,
     *,
@@ -48,11 +50,11 @@ def windowed(
     device: MemoryBackend | None = None,
     micro_batch: int | str = "auto",
     memory_limit: float | str | None = None,
-    memory: str | Sequence[str] | None = None,
+    save_memory: str | Sequence[str] | None = None,
 ) -> Callable[..., BackwardReport]:
     """Return a function of a batch that adds its gradient to `.grad`, whatever fits at once.
 
-        backward = windowed(accelerator, model, closure=lambda batch: model(**batch).loss)
+        backward = auto_accumulate(accelerator, model, closure=lambda batch: model(**batch).loss)
         for batch in loader:
             report = backward(batch)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -80,14 +82,14 @@ def windowed(
             accelerator's own.
         micro_batch: As for `Accumulator`.
         memory_limit: As for `Accumulator`.
-        memory: As for `Accumulator`.
+        save_memory: As for `Accumulator`.
 
     Raises:
         InvalidInputError: An argument cannot be used, the model is not prepared, or the accelerator trains in a way
             that this does not hold for.
         DoesNotFitError: The model itself does not fit on the device.
     """
-    options = Options.of(windowed, locals())
+    options = Options.of(auto_accumulate, locals())
     check_strategy(accelerator)
     _check_prepared(accelerator, model)
     with _in_loss(accelerator, model):
@@ -129,7 +131,7 @@ def check_strategy(accelerator: Accelerator) -> None:
             f"the accelerator trains with {'a parallelism_config' if is_parallel else name}, which reduces or shards "
             "gradients in every backward pass, so a rank that fails in one would leave the others waiting; train with "
             "one process for each GPU (torchrun), FSDP2 models with autoaccum.fit (docs/several-gpus.md), or leave "
-            "windowed() out"
+            "auto_accumulate() out"
         )
 
 

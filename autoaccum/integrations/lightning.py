@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport, Plan
 
-__all__ = ["Windowed"]
+__all__ = ["AutoAccumulate"]
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 _BY_HAND = "autoaccum.Accumulator(module, closure=...).backward(batch)"
 _OWN_MODULES = ("lightning.", "pytorch_lightning.")
 
 
-class Windowed(pl.Callback):
+class AutoAccumulate(pl.Callback):
     """A callback with which each of the loader's batches is run in micro-batches that fit.
 
-        trainer = lightning.pytorch.Trainer(callbacks=[Windowed(memory_limit="2GiB")])
+        trainer = lightning.pytorch.Trainer(callbacks=[AutoAccumulate(memory_limit="2GiB")])
 
     It takes the place of the strategy's steps and of its backward pass; all else stays Lightning's. The loader's batch
     is the batch of an optimizer step, or one of `accumulate_grad_batches`. `training_step` is called for each
@@ -53,7 +53,7 @@ class Windowed(pl.Callback):
             trainer's own.
         micro_batch: As for `Accumulator`.
         memory_limit: As for `Accumulator`.
-        memory: As for `Accumulator`.
+        save_memory: As for `Accumulator`.
 
     Raises:
         InvalidInputError: An argument cannot be used. When training begins: the trainer or its module does what
@@ -70,10 +70,10 @@ class Windowed(pl.Callback):
         device: MemoryBackend | None = None,
         micro_batch: int | str = "auto",
         memory_limit: float | str | None = None,
-        memory: str | Sequence[str] | None = None,
+        save_memory: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self._options = Options.of(Windowed, locals())
+        self._options = Options.of(AutoAccumulate, locals())
         self._training: Training | None = None
 
     @property
@@ -126,9 +126,9 @@ def _refuse_strategy(strategy: Any) -> None:
     kinds = (kind.__name__ for kind in type(strategy).__mro__ if kind.__module__.startswith(_OWN_MODULES))
     if next(kinds, "") not in _STRATEGIES:
         raise InvalidInputError(
-            f"strategy={type(strategy).__name__}: Windowed runs micro-batches outside of the strategy and reduces "
-            "gradients itself, which holds for one device and for 'ddp'; use one of them, or leave Windowed out. FSDP2 "
-            "models train with autoaccum.fit (docs/several-gpus.md)"
+            f"strategy={type(strategy).__name__}: AutoAccumulate runs micro-batches outside of the strategy and "
+            "reduces gradients itself, which holds for one device and for 'ddp'; use one of them, or leave "
+            "AutoAccumulate out. FSDP2 models train with autoaccum.fit (docs/several-gpus.md)"
         )
 
 
@@ -137,20 +137,21 @@ def _refuse_training(trainer: Any, module: Any) -> None:
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise InvalidInputError(
-            f"{kind} sets automatic_optimization = False, and Windowed takes the place of automatic optimization's "
-            f"backward pass; call {_BY_HAND} in training_step, in place of manual_backward"
+            f"{kind} sets automatic_optimization = False, and AutoAccumulate takes the place of automatic "
+            f"optimization's backward pass; call {_BY_HAND} in training_step, in place of manual_backward"
         )
     if any(type(callback).__name__ == "BatchSizeFinder" for callback in trainer.callbacks):
         raise InvalidInputError(
-            "BatchSizeFinder changes the loader's batch size, which Windowed keeps as that of a step; leave it out"
+            "BatchSizeFinder changes the loader's batch size, which AutoAccumulate keeps as that of a step; leave it "
+            "out"
         )
     if not type(module).backward.__module__.startswith(_OWN_MODULES):
         raise InvalidInputError(
-            f"{kind} overrides backward, which Windowed does not call; leave it out, or use manual optimization with "
-            f"{_BY_HAND}"
+            f"{kind} overrides backward, which AutoAccumulate does not call; leave it out, or use manual optimization "
+            f"with {_BY_HAND}"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise InvalidInputError(
-            "training_step(self, dataloader_iter) fetches batches itself, so Windowed cannot split them; take batch "
-            "and batch_idx instead"
+            "training_step(self, dataloader_iter) fetches batches itself, so AutoAccumulate cannot split them; take "
+            "batch and batch_idx instead"
         )

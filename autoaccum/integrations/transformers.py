@@ -43,11 +43,11 @@ _FLATTENED = "DataCollatorWithFlattening"
 # TRL's trainers that were tried, and the losses of preferences that are no means over pairs.
 _TRIED = {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"}
 _NOT_OF_PAIRS = {"aot": "sorts all pairs", "aot_unpaired": "sorts all pairs", "sft": "is a mean over tokens"}
-_GO_ON = "use it without windowed(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
+_GO_ON = "use it without auto_accumulate(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
 
 
-def windowed(
+def auto_accumulate(
     trainer: _TrainerType,
     *,
     loss_reduction: str | None = None,
@@ -57,11 +57,11 @@ def windowed(
     device: MemoryBackend | None = None,
     micro_batch: int | str = "auto",
     memory_limit: float | str | None = None,
-    memory: str | Sequence[str] | None = None,
+    save_memory: str | Sequence[str] | None = None,
 ) -> _TrainerType:
     """Return a trainer class that computes each optimizer step's gradient in micro-batches that fit.
 
-        SFTTrainer = autoaccum.integrations.transformers.windowed(SFTTrainer)
+        SFTTrainer = autoaccum.integrations.transformers.auto_accumulate(SFTTrainer)
 
     It is used as before. `per_device_train_batch_size` is now the batch that you mean for this device, whatever fits at
     once, and `gradient_accumulation_steps` multiplies it as before. When memory runs out, in training or evaluation,
@@ -82,7 +82,7 @@ def windowed(
             trainer's own.
         micro_batch: The most samples at once; "auto" finds it.
         memory_limit: As for `fit`.
-        memory: As for `fit`.
+        save_memory: As for `fit`.
 
     The class has one more attribute, `autoaccum`: what it found (`plan`), and `last_backward`, the `BackwardReport` of
     the last optimizer step.
@@ -96,17 +96,17 @@ def windowed(
     given = locals()
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         raise InvalidInputError(
-            f"windowed({trainer!r}) needs a class made from transformers.Trainer; pass the class, and create the "
-            "trainer from what is returned"
+            f"auto_accumulate({trainer!r}) needs a class made from transformers.Trainer; pass the class, and create "
+            "the trainer from what is returned"
         )
     if issubclass(trainer, _Innermost):
-        raise InvalidInputError(f"{trainer.__name__} has been passed to windowed() already; use it as it is")
+        raise InvalidInputError(f"{trainer.__name__} has been passed to auto_accumulate() already; use it as it is")
     kind = _of_trl(trainer)
     if kind is not None and kind not in _TRIED:
         raise InvalidInputError(
-            f"{kind} was never tried with windowed(), and its loss may compare samples of a batch; {_GO_ON}"
+            f"{kind} was never tried with auto_accumulate(), and its loss may compare samples of a batch; {_GO_ON}"
         )
-    options = Options.of(windowed, given)
+    options = Options.of(auto_accumulate, given)
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     names = {
@@ -118,7 +118,7 @@ def windowed(
     own = type(trainer)
     metaclass: Any = _Made if issubclass(_Made, own) else type("_Made", (_Made, own), {})
     copyreg.pickle(metaclass, _reduced)
-    return metaclass(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
+    return metaclass(f"AutoAccumulate{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
 
 
 class _Made(ABCMeta):
@@ -134,7 +134,7 @@ def _reduced(made: _Made) -> Any:
 
 
 def _made_by(arguments: dict[str, Any]) -> type:
-    made: type = windowed(**arguments)
+    made: type = auto_accumulate(**arguments)
     return made
 
 
@@ -143,7 +143,7 @@ class Windows:
 
     Args:
         trainer: The trainer.
-        options: What `windowed` was called with.
+        options: What `auto_accumulate` was called with.
 
     Attributes:
         last_backward: What was done for the last optimizer step; None before the first one.
@@ -274,7 +274,7 @@ class Windows:
             except InvalidInputError as error:
                 raise InvalidInputError(
                     "a batch is one row of several sequences (packing, padding_free), which cannot be split into "
-                    "samples as it is; pass split=autoaccum.PackedRows() to windowed()"
+                    "samples as it is; pass split=autoaccum.PackedRows() to auto_accumulate()"
                 ) from error
         return dict(inputs)
 
@@ -358,7 +358,7 @@ class _Watch(TrainerCallback):
             raise InvalidInputError(
                 f"{type(self._trainer).training_step.__qualname__} has not called super().training_step(...), so its "
                 "batch was not run in micro-batches; let it call that, put what it does to the loss into compute_loss, "
-                "or use the trainer without windowed()"
+                "or use the trainer without auto_accumulate()"
             )
         windows.is_computed = False
 

@@ -49,7 +49,7 @@ rank_training.seeded(rank)
 model = rank_training.net(seed=rank, dropout=0.3)
 autoaccum.fit(
     model, loader, 16, optimizer=lambda parameters: made.append(rank_training.adam(parameters)) or made[0],
-    micro_batch=3, max_steps=24, shard=True, device="cpu", progress=False,
+    micro_batch=3, max_steps=24, shard_data=True, device="cpu", progress=False,
     checkpoint=folder / "checkpoints", checkpoint_every=1, callbacks=[Log()],
 )
 end = bits({"model": model.state_dict(), "optimizer": made[0].state_dict(), "torch": torch.get_rng_state()})

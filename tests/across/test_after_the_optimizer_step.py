@@ -155,7 +155,12 @@ def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected
 
     with pytest.raises(expected) as caught:
         fit_quietly(
-            model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, callbacks=[Planned()], memory="auto"
+            model,
+            batches_of(labelled(32), 8, 8, 8, 8),
+            8,
+            optimizer=optimizer,
+            callbacks=[Planned()],
+            save_memory="auto",
         )
 
     told = [str(caught.value), *getattr(caught.value, "__notes__", ())]

@@ -45,7 +45,7 @@ def test_what_a_sampler_draws_is_drawn_once_for_all(crew):
 
 
 def test_every_rank_evaluates_its_own_loader_where_nothing_is_shared_out(crew):
-    found = crew.run("rank_evaluation:evaluated", "in_order", 20, size=2, shard=False)
+    found = crew.run("rank_evaluation:evaluated", "in_order", 20, size=2, shard_data=False)
 
     assert found[0]["evaluations"][0][2] == 40
 

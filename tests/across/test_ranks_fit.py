@@ -17,7 +17,9 @@ def alone(**arguments):
 def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, size):
     expected = alone(loss=loss, target_batch=16, micro_batch=16, epochs=2)
 
-    found = crew.run("rank_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard=True)
+    found = crew.run(
+        "rank_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard_data=True
+    )
 
     assert_trained_as(found, expected)
     assert found[0]["losses"] == pytest.approx(expected["losses"], rel=1e-9)
@@ -31,7 +33,7 @@ def test_ranks_clip_as_one_process_does_also_where_the_model_is_wrapped_or_begin
     asked = {"target_batch": 16, "clip_grad_norm": 0.1}
     expected = alone(micro_batch=16, **asked)
 
-    found = crew.run(f"rank_training:{kind}", size=size, micro_batch=3, shard=True, **asked, **options)
+    found = crew.run(f"rank_training:{kind}", size=size, micro_batch=3, shard_data=True, **asked, **options)
 
     assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-9)
     assert_trained_as(found, expected)
@@ -78,7 +80,7 @@ def test_epoch_that_is_dropped_whole_is_refused_on_all(crew):
 
 
 def test_running_statistics_are_means_over_the_ranks(crew):
-    found = crew.run("rank_training:with_norm", size=2, target_batch=16, micro_batch=16, shard=True, max_steps=1)
+    found = crew.run("rank_training:with_norm", size=2, target_batch=16, micro_batch=16, shard_data=True, max_steps=1)
 
     assert_alike(found)
     halves = [
@@ -90,7 +92,7 @@ def test_running_statistics_are_means_over_the_ranks(crew):
 
 
 def test_other_buffers_that_a_model_writes_are_those_of_the_first_rank_and_constants_stay(crew):
-    found = crew.run("rank_training:with_buffers", size=3, target_batch=15, micro_batch=5, shard=True, max_steps=2)
+    found = crew.run("rank_training:with_buffers", size=3, target_batch=15, micro_batch=5, shard_data=True, max_steps=2)
 
     assert_alike(found)
     calls, last, constant, width16 = found[0]["buffers"]
@@ -104,7 +106,7 @@ def test_parameter_that_only_some_ranks_use_is_updated_on_all_and_an_unused_one_
     samples = rank_training.wide()
     expected = rank_training.unused(0, 1, target_batch=16, micro_batch=16, data=samples)
 
-    found = crew.run("rank_training:unused", size=2, target_batch=16, micro_batch=8, shard=True, data=samples)
+    found = crew.run("rank_training:unused", size=2, target_batch=16, micro_batch=8, shard_data=True, data=samples)
 
     assert_alike(found)
     assert all(one["never is as it was"] for one in found)
@@ -112,15 +114,15 @@ def test_parameter_that_only_some_ranks_use_is_updated_on_all_and_an_unused_one_
 
 
 def test_same_samples_on_every_rank_are_noticed_and_said_once_unless_they_are_shared_out(crew):
-    same = crew.run("rank_training:said", size=2, shard=False)
-    shared = crew.run("rank_training:said", size=2, shard=True)
+    same = crew.run("rank_training:said", size=2, shard_data=False)
+    shared = crew.run("rank_training:said", size=2, shard_data=True)
 
     assert same[0].count("every rank's loader gives the same samples") == 1
     assert "same samples" not in same[1] + shared[0] + shared[1]
 
 
 def test_first_rank_says_what_part_of_a_window_its_plans_are_of(crew):
-    spoken = crew.run("rank_training:said", size=2, shard=True)
+    spoken = crew.run("rank_training:said", size=2, shard_data=True)
 
     assert spoken[0].count("2 ranks: this rank takes 8 samples of each window of 16; plans and cuts count only those")
     assert "2 ranks" not in spoken[1]
@@ -198,7 +200,7 @@ def test_training_goes_on_from_a_checkpoint_of_all_ranks_as_if_it_had_not_ended(
 def test_each_rank_finds_its_own_cut_and_the_gradient_is_that_of_the_window(crew):
     expected = alone(data=rank_training.vectors(200), target_batch=40, micro_batch=40)
 
-    found = crew.run("rank_training:on_simulated", ["5KiB", "8KiB"], size=2, target_batch=40, shard=True)
+    found = crew.run("rank_training:on_simulated", ["5KiB", "8KiB"], size=2, target_batch=40, shard_data=True)
 
     assert_alike(found)
     assert 0 < found[0]["largest"] < found[1]["largest"]

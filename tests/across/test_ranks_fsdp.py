@@ -29,7 +29,7 @@ def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, si
     expected = alone(loss=loss, target_batch=16, micro_batch=16, epochs=2)
 
     found = crew.run(
-        "sharded_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard=True
+        "sharded_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard_data=True
     )
 
     for one in found:
@@ -64,7 +64,7 @@ def test_micro_batch_in_which_nothing_counts_takes_part_in_its_pass(crew):
         loss="tokens, found out",
         target_batch=16,
         micro_batch=2,
-        shard=True,
+        shard_data=True,
     )
 
     assert_trained_as(found, expected)
@@ -76,7 +76,7 @@ def test_window_in_which_nothing_counts_on_any_rank_goes_by_where_its_loss_exist
     asked = {"loss": "tokens, if any", "data": data, "target_batch": 16}
     expected = alone(**asked, micro_batch=16)
 
-    found = crew.run(job, size=2, **asked, micro_batch=2, shard=True)
+    found = crew.run(job, size=2, **asked, micro_batch=2, shard_data=True)
 
     assert expected["losses"][0] == 0.0
     assert_trained_as(found, expected)
@@ -89,7 +89,7 @@ def test_one_of_two_losses_in_which_nothing_counts_on_any_rank_goes_by(crew, job
     asked = {"loss": "two means", "data": data, "target_batch": 16}
     expected = alone(**asked, micro_batch=16)
 
-    found = crew.run(job, size=2, **asked, micro_batch=2, shard=True)
+    found = crew.run(job, size=2, **asked, micro_batch=2, shard_data=True)
 
     assert_trained_as(found, expected)
 
@@ -98,14 +98,14 @@ def test_loss_that_one_rank_refuses_within_a_pass_ends_all_at_once(crew):
     data = rank_training.texts_of_one_length(48, but=31)
     asked = {"loss": rank_training.tokens_if_all_count, "data": data, "target_batch": 16, "micro_batch": 2}
 
-    answers = crew.answers("sharded_training:train", size=2, **asked, shard=True)
+    answers = crew.answers("sharded_training:train", size=2, **asked, shard_data=True)
 
     assert {type(answer) for answer in answers} == {autoaccum.InvalidInputError, autoaccum.RankFailedError}
     assert any("return the same form in every micro-batch" in str(answer) for answer in answers)
 
 
 def test_running_statistics_and_clipping_are_those_of_whole_models_on_the_same_ranks(crew):
-    asked = {"target_batch": 16, "micro_batch": 4, "shard": True, "clip_grad_norm": 0.1, "epochs": 2, "norm": True}
+    asked = {"target_batch": 16, "micro_batch": 4, "shard_data": True, "clip_grad_norm": 0.1, "epochs": 2, "norm": True}
     asked["data"] = rank_training.vectors(48)
 
     found = crew.run("sharded_training:train", size=2, **asked)
@@ -147,7 +147,9 @@ def test_metrics_may_take_a_forward_pass_of_their_own_where_ranks_have_other_num
 
 
 def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_would_end_every_rank(crew):
-    found = crew.run("sharded_training:greedy_in_evaluation", 3, size=2, target_batch=16, micro_batch=3, shard=True)
+    found = crew.run(
+        "sharded_training:greedy_in_evaluation", 3, size=2, target_batch=16, micro_batch=3, shard_data=True
+    )
 
     assert [one["evaluations"][0][2] for one in found] == [40, 40]
 
@@ -155,7 +157,14 @@ def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
     found = crew.answers(
-        "sharded_training:greedy", 4, backward=backward, wait_s=2, size=2, target_batch=16, micro_batch=8, shard=True
+        "sharded_training:greedy",
+        4,
+        backward=backward,
+        wait_s=2,
+        size=2,
+        target_batch=16,
+        micro_batch=8,
+        shard_data=True,
     )
 
     assert isinstance(found[1], autoaccum.StartAgainError), found
@@ -166,7 +175,7 @@ def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
 
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, norm):
-    asked = {"target_batch": 16, "micro_batch": 2 if norm else 1, "norm": norm, "shard": True}
+    asked = {"target_batch": 16, "micro_batch": 2 if norm else 1, "norm": norm, "shard_data": True}
 
     found = crew.answers("sharded_training:greedy", 0, wait_s=2, size=2, **asked)
 
@@ -175,7 +184,7 @@ def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, nor
 
 
 def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
-    found = crew.run("sharded_training:train", size=2, target_batch=16, shard=True, epochs=3)
+    found = crew.run("sharded_training:train", size=2, target_batch=16, shard_data=True, epochs=3)
     expected = alone(target_batch=16, micro_batch=16, epochs=3)
 
     assert_trained_as(found, expected)
@@ -187,7 +196,7 @@ def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-RUN = {"target_batch": 12, "micro_batch": 4, "shard": True, "epochs": 2, "norm": True, "dropout": 0.3}
+RUN = {"target_batch": 12, "micro_batch": 4, "shard_data": True, "epochs": 2, "norm": True, "dropout": 0.3}
 RUN |= {"data": rank_training.vectors(48), "optimizer": rank_training.adam}
 
 
@@ -263,7 +272,7 @@ def test_rank_0_without_room_for_the_whole_state_tells_the_others(crew, tmp_path
     ],
 )
 def test_what_every_rank_would_do_by_itself_is_refused(crew, arguments, text):
-    answers = crew.answers("sharded_training:train", size=2, target_batch=16, shard=True, **arguments)
+    answers = crew.answers("sharded_training:train", size=2, target_batch=16, shard_data=True, **arguments)
 
     for answer in answers:
         assert isinstance(answer, autoaccum.InvalidInputError), answer

@@ -21,7 +21,7 @@ BUFFERS = ["expanded buffer", "conjugate buffer", "empty buffer"]
 def test_gradients_and_buffers_of_any_form_are_added_up_as_on_one_process(crew, form):
     expected = rank_gradients.of_form(0, 1, form, micro_batch=16)
 
-    found = crew.run("rank_gradients:of_form", form, size=2, micro_batch=8, shard=True)
+    found = crew.run("rank_gradients:of_form", form, size=2, micro_batch=8, shard_data=True)
 
     assert_alike(found)
     assert far(found[0]["parameters"], expected["parameters"]) <= (SINGLE if form == "of another type" else FAR)
@@ -41,7 +41,7 @@ def test_gradient_that_cannot_be_added_up_is_refused_in_words_and_no_rank_hangs(
     if form == "reshaped":
         answers = crew.answers("rank_gradients:reshaped", only, size=2)
     else:
-        answers = crew.answers("rank_gradients:of_form", form, only=only, size=2, micro_batch=8, shard=True)
+        answers = crew.answers("rank_gradients:of_form", form, only=only, size=2, micro_batch=8, shard_data=True)
 
     for rank, answer in enumerate(answers):
         is_own = only in (None, rank)
@@ -58,7 +58,7 @@ def test_gradient_that_cannot_be_added_up_is_refused_in_words_and_no_rank_hangs(
     ],
 )
 def test_buffer_of_such_a_form_is_refused_on_every_rank(crew, form, told):
-    for answer in crew.answers("rank_gradients:of_form", form, size=2, micro_batch=8, shard=True):
+    for answer in crew.answers("rank_gradients:of_form", form, size=2, micro_batch=8, shard_data=True):
         assert isinstance(answer, autoaccum.InvalidInputError), answer
         assert told in str(answer)
 

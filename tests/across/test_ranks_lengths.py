@@ -15,7 +15,7 @@ def assert_refused(answers, *texts):
 def test_training_data_of_another_length_is_refused_at_the_start(crew):
     answers = crew.answers("rank_lengths:train", "by_indices", size=2)
 
-    assert_refused(answers, "the loader of rank 1 has ", "and that of rank 0 ", "with shard=True")
+    assert_refused(answers, "the loader of rank 1 has ", "and that of rank 0 ", "with shard_data=True")
 
 
 @pytest.mark.parametrize("what", ["train", "evaluate"])
@@ -23,7 +23,7 @@ def test_training_data_of_another_length_is_refused_at_the_start(crew):
 def test_loader_without_indices_is_refused_where_each_rank_is_to_take_its_part(crew, kind, what):
     answers = crew.answers(f"rank_lengths:{what}", kind, (40, 40), size=2)
 
-    assert_refused(answers, "shard=True takes a torch DataLoader over a dataset with indices", "leave shard out")
+    assert_refused(answers, "shard_data=True takes a torch DataLoader over a dataset with indices", "leave shard out")
 
 
 def test_order_of_its_own_on_every_rank_is_that_of_rank_0(crew):
@@ -37,7 +37,7 @@ def test_sampler_that_has_divided_the_data_is_refused_where_each_rank_is_to_take
     answers = crew.answers("rank_lengths:divided", name, size=2)
 
     assert_refused(
-        answers, "shard=True splits the samples of every rank's loader, but this one's OwnOrder already does"
+        answers, "shard_data=True splits the samples of every rank's loader, but this one's OwnOrder already does"
     )
 
 

@@ -15,7 +15,7 @@ def check(crew, train, size, micro_batch, **asked):
     asked |= {"target_batch": size * micro_batch, "max_steps": 6}
     expected = rank_training.train(0, 1, micro_batch=size * micro_batch, **asked)
 
-    found = crew.run(train, size=size, micro_batch=micro_batch, shard=True, **asked)
+    found = crew.run(train, size=size, micro_batch=micro_batch, shard_data=True, **asked)
 
     assert_trained_as(found, expected)
 

@@ -60,9 +60,9 @@ def test_run_between_epochs_goes_on_with_the_generators_of_its_loader(crew, tmp_
     assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
 
 
-@pytest.mark.parametrize(("shard", "stop"), [(True, EPOCH + 2), (False, 2 * EPOCH + 1)])
-def test_run_within_a_later_epoch_goes_on_with_the_generator_of_its_sampler(crew, tmp_path, shard, stop):
-    arguments = {"size": 2, "kind": "of_numpy", "shard": shard}
+@pytest.mark.parametrize(("shard_data", "stop"), [(True, EPOCH + 2), (False, 2 * EPOCH + 1)])
+def test_run_within_a_later_epoch_goes_on_with_the_generator_of_its_sampler(crew, tmp_path, shard_data, stop):
+    arguments = {"size": 2, "kind": "of_numpy", "shard_data": shard_data}
     expected = crew.run("rank_resharding:train", None, steps=stop + 2, **arguments)
     crew.run("rank_resharding:train", str(tmp_path), steps=stop, **arguments)
 
@@ -91,7 +91,7 @@ def refusals(crew, folder, size, **arguments):
     return list(map(str, answers))
 
 
-SHARED, OWN = "processes (shard=True)", "processes with loaders of their own (shard=False)"
+SHARED, OWN = "processes (shard_data=True)", "processes with loaders of their own (shard_data=False)"
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ SHARED, OWN = "processes (shard=True)", "processes with loaders of their own (sh
     ],
 )
 def test_checkpoint_within_an_epoch_that_cannot_be_shared_out_anew_says_what_to_do(crew, tmp_path, before, after, says):
-    run(crew, str(tmp_path), before[0], shard=before[1], kind="in_order", steps=1)
+    run(crew, str(tmp_path), before[0], shard_data=before[1], kind="in_order", steps=1)
 
-    texts = refusals(crew, str(tmp_path), after[0], shard=after[1], kind="in_order", steps=ALL)
+    texts = refusals(crew, str(tmp_path), after[0], shard_data=after[1], kind="in_order", steps=ALL)
 
     for text in texts:
         assert all(one in text for one in [*says, "until an epoch ends, or pass resume=False"]), text

@@ -1,4 +1,4 @@
-"""memory="auto" on several ranks: the one that lacks memory saves it, and the training is that of one process."""
+"""save_memory="auto" on several ranks: the one that lacks memory saves it, and the training is that of one process."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from rank_training import FAR, far
 @pytest.fixture(scope="module")
 def found(crew):
     """Rank 1 is too small for one sample with nothing saved, and rank 0 is not."""
-    return crew.run("rank_rungs:train", size=2, capacities=["16MiB", "4MiB"], shard=True)
+    return crew.run("rank_rungs:train", size=2, capacities=["16MiB", "4MiB"], shard_data=True)
 
 
 def test_rank_that_lacks_memory_saves_it_by_itself(found):
@@ -22,7 +22,7 @@ def test_rank_that_lacks_memory_saves_it_by_itself(found):
 
 
 def test_ranks_have_the_parameters_of_one_process_where_memory_is_plenty(crew, found):
-    (alone,) = crew.run("rank_rungs:train", size=1, capacities=["1GiB"], memory=None)
+    (alone,) = crew.run("rank_rungs:train", size=1, capacities=["1GiB"], save_memory=None)
 
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*(one["parameters"] for one in found), strict=True))
     assert far(found[0]["parameters"], alone["parameters"]) <= FAR
@@ -40,7 +40,7 @@ def test_rank_that_lacks_memory_later_saves_it_while_the_other_waits(crew, lists
 
 @pytest.mark.slow
 def test_resumed_ranks_keep_what_was_chosen(crew, tmp_path):
-    arguments = {"size": 2, "capacities": ["16MiB", "4MiB"], "shard": True, "checkpoint": tmp_path}
+    arguments = {"size": 2, "capacities": ["16MiB", "4MiB"], "shard_data": True, "checkpoint": tmp_path}
     first = crew.run("rank_rungs:train", max_steps=5, **arguments)
 
     second = crew.run("rank_rungs:train", max_steps=8, **arguments)
@@ -53,7 +53,7 @@ def test_resumed_ranks_keep_what_was_chosen(crew, tmp_path):
 def test_accumulators_agree_and_have_the_gradients_of_one_process(crew):
     (expected,) = crew.run("rank_rungs:accumulate", size=1, capacities=["1GiB"])
 
-    one, other = crew.run("rank_rungs:accumulate", size=2, capacities=["16MiB", "4MiB"], memory="auto")
+    one, other = crew.run("rank_rungs:accumulate", size=2, capacities=["16MiB", "4MiB"], save_memory="auto")
 
     assert one["memory"] == () != other["memory"]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one["parameters"], other["parameters"], strict=True))

@@ -84,7 +84,7 @@ REMEDIES = {
 
 def by_trainer(loss, folder, **options):
     transformers = pytest.importorskip("transformers")
-    from autoaccum.integrations.transformers import windowed  # noqa: PLC0415 - only where it is installed
+    from autoaccum.integrations.transformers import auto_accumulate  # noqa: PLC0415 - only where it is installed
 
     class Trainer(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -94,13 +94,13 @@ def by_trainer(loss, folder, **options):
     settings |= {"per_device_train_batch_size": 12, "max_steps": 2, "remove_unused_columns": False, "seed": 1}
     model = network()
     args = transformers.TrainingArguments(str(folder), learning_rate=0.1, **settings)
-    windowed(Trainer, **options)(model, args, train_dataset=Samples()).train()
+    auto_accumulate(Trainer, **options)(model, args, train_dataset=Samples()).train()
     return model
 
 
 def by_lightning(loss, _, **options):
     pl = pytest.importorskip("lightning.pytorch")
-    from autoaccum.integrations.lightning import Windowed  # noqa: PLC0415 - only where it is installed
+    from autoaccum.integrations.lightning import AutoAccumulate  # noqa: PLC0415 - only where it is installed
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -114,7 +114,7 @@ def by_lightning(loss, _, **options):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    callbacks = [Windowed(**options)]
+    callbacks = [AutoAccumulate(**options)]
     trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **dict.fromkeys(quiet, False))
     module = Module()
     trainer.fit(module, DataLoader(Samples(), batch_size=12))
@@ -123,12 +123,12 @@ def by_lightning(loss, _, **options):
 
 def by_accelerate(loss, _, **options):
     accelerate = pytest.importorskip("accelerate")
-    from autoaccum.integrations.accelerate import windowed  # noqa: PLC0415 - only where it is installed
+    from autoaccum.integrations.accelerate import auto_accumulate  # noqa: PLC0415 - only where it is installed
 
     accelerator = accelerate.Accelerator(cpu=True)
     model = accelerator.prepare(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward = windowed(accelerator, model, closure=lambda batch: loss(model(batch["x"]), batch["y"]), **options)
+    backward = auto_accumulate(accelerator, model, closure=lambda batch: loss(model(batch["x"]), batch["y"]), **options)
     for batch in DataLoader(Samples(), batch_size=12):
         backward(batch)
         optimizer.step()
@@ -152,7 +152,7 @@ def options_in(text):
 
 def options_of(loop):
     module = importlib.import_module(f"autoaccum.integrations.{MODULES[loop]}")
-    entry = module.Windowed if loop is by_lightning else module.windowed
+    entry = module.AutoAccumulate if loop is by_lightning else module.auto_accumulate
     return {*inspect.signature(entry).parameters}
 
 

@@ -36,7 +36,7 @@ def reported(model=None, **options):
     ids=["predicted", "measured"],
 )
 def test_more_samples_fit_with_a_loss_in_chunks(where):
-    plain, in_chunks = (reported(memory=memory, **where) for memory in (None, "chunked_loss"))
+    plain, in_chunks = (reported(save_memory=memory, **where) for memory in (None, "chunked_loss"))
 
     found = [report.predicted[0] if report.predicted else report.measured for report in (plain, in_chunks)]
     assert found[1].micro_batch > 2 * found[0].micro_batch
@@ -44,21 +44,21 @@ def test_more_samples_fit_with_a_loss_in_chunks(where):
 
 
 def test_what_is_not_known_yet_is_said():
-    report = reported(memory="auto", device_memory="1GiB", measure=False)
+    report = reported(save_memory="auto", device_memory="1GiB", measure=False)
 
-    assert any(note.startswith("memory='auto': the report is of steps without it") for note in report.notes)
+    assert any(note.startswith("save_memory='auto': the report is of steps without it") for note in report.notes)
 
 
 @pytest.mark.parametrize(
     ("memory", "told"),
     [
-        ("nope", "memory='nope' is unknown"),
+        ("nope", "save_memory='nope' is unknown"),
         ("offload", "there; choose 'checkpoint'"),
     ],
 )
 def test_what_cannot_be_is_refused(memory, told):
     with pytest.raises(InvalidInputError, match=told):
-        reported(memory=memory, device="cpu")
+        reported(save_memory=memory, device="cpu")
 
 
 @pytest.mark.parametrize("where", [{"device_memory": "900MiB", "measure": False}, {"device": "cpu"}])
@@ -67,7 +67,7 @@ def test_name_that_is_no_block_is_refused_and_the_model_stays(where):
     before = [dict(vars(part)) for part in model.modules()]
 
     with pytest.raises(InvalidInputError, match="no module has the name or the class 'Blok' to compute again, among"):
-        reported(model, memory="checkpoint:Blok", **where)
+        reported(model, save_memory="checkpoint:Blok", **where)
 
     assert [dict(vars(part)) for part in model.modules()] == before
     assert torch.equal(torch.get_rng_state(), drawn)

@@ -1,4 +1,4 @@
-"""Memory that runs out anywhere while memory="auto" tries what saves it: no update is other than without."""
+"""Memory that runs out anywhere while save_memory="auto" tries what saves it: no update is other than without."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_run_that_needed_offload_is_resumed_where_activations_are_on_the_host_an
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
             device=device,
             micro_batch=1,
-            memory="auto",
+            save_memory="auto",
             checkpoint=tmp_path,
             max_steps=steps,
             progress=False,
@@ -79,5 +79,5 @@ def test_run_that_needed_offload_is_resumed_where_activations_are_on_the_host_an
     first = train(autoaccum.Simulated("3MiB"), 2)
     second = train("cpu", 4)
 
-    assert "offload" in first.memory
-    assert (second.resumed_from, second.memory) == (2, ())
+    assert "offload" in first.savings
+    assert (second.resumed_from, second.savings) == (2, ())

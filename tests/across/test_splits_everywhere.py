@@ -88,7 +88,7 @@ def test_batches_that_keep_micro_batches_small_are_told_once(capsys):
 
 
 def test_ranks_weigh_their_parts_by_the_split(crew):
-    found = crew.run("split_training:train", size=2, target_batch=TARGET, micro_batch=3, shard=True)
+    found = crew.run("split_training:train", size=2, target_batch=TARGET, micro_batch=3, shard_data=True)
 
     assert_alike(found)
     assert far(found[0]["parameters"], split_training.by_hand(TARGET)) <= FAR

@@ -271,8 +271,10 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize(("loader", "shard"), [("own", False), ("in order", True)])
-def test_ranks_each_come_nearest_to_their_part_of_the_target_in_batches_of_their_own_or_dealt_out(crew, loader, shard):
+@pytest.mark.parametrize(("loader", "shard_data"), [("own", False), ("in order", True)])
+def test_ranks_each_come_nearest_to_their_part_of_the_target_in_batches_of_their_own_or_dealt_out(
+    crew, loader, shard_data
+):
     each = texts(*lengths_of(SAMPLES))
     of_rank = [
         windows_by_tokens(
@@ -283,17 +285,19 @@ def test_ranks_each_come_nearest_to_their_part_of_the_target_in_batches_of_their
     windows = [one + other for one, other in itertools.zip_longest(*of_rank, fillvalue=[])]
     expected = by_hand(windows)
 
-    answers = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, loader=loader, target_tokens=90, shard=shard)
+    answers = crew.run(
+        "rank_tokens:train", SAMPLES, BATCH, size=2, loader=loader, target_tokens=90, shard_data=shard_data
+    )
 
     for found in answers:
         assert found["samples"] == list(map(len, windows))
         torch.testing.assert_close(found["parameters"], flat(expected), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shard", [True, False])
-def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(crew, shard):
-    options = {"target_tokens": TOKENS, "drop_last": True, "shard": shard, "micro_batch": 5}
-    loader = "in order" if shard else "own, of unlike number"
+@pytest.mark.parametrize("shard_data", [True, False])
+def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(crew, shard_data):
+    options = {"target_tokens": TOKENS, "drop_last": True, "shard_data": shard_data, "micro_batch": 5}
+    loader = "in order" if shard_data else "own, of unlike number"
 
     one, other = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, loader=loader, **options)
 

@@ -77,7 +77,7 @@ def unmade():
     return job(model=classifier)
 
 def saving():
-    return job(memory="chunked_loss")
+    return job(save_memory="chunked_loss")
 """
 
 
@@ -188,9 +188,9 @@ def test_a_training_script_is_run_up_to_its_first_call_that_trains(invoke, tmp_p
         ("sys.exit(0)", "train.py' exited by sys.exit(0) in line"),
         ("fit(model, data)", "there is no target"),
         (
-            """from accelerate import Accelerator; from autoaccum.integrations.accelerate import windowed
+            """from accelerate import Accelerator; from autoaccum.integrations.accelerate import auto_accumulate
     accelerator = Accelerator(cpu=True)
-    windowed(accelerator, accelerator.prepare(model), loss=loss)(data[0])""",
+    auto_accumulate(accelerator, accelerator.prepare(model), loss=loss)(data[0])""",
             "trains by an adapter of autoaccum.integrations",
         ),
     ],

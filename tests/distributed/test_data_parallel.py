@@ -10,14 +10,14 @@ STEADY = ["all_gather", "all_gather", "all_reduce", "all_reduce"]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("shard", [False, True])
-def test_steady_window_takes_two_messages_beside_the_gradients_and_losses(crew, shard, drop_last):
-    for calls in crew.run("rank_messages:counted", 6, size=2, shard=shard, drop_last=drop_last):
+@pytest.mark.parametrize("shard_data", [False, True])
+def test_steady_window_takes_two_messages_beside_the_gradients_and_losses(crew, shard_data, drop_last):
+    for calls in crew.run("rank_messages:counted", 6, size=2, shard_data=shard_data, drop_last=drop_last):
         assert calls == STEADY
 
 
 def test_clipped_window_takes_the_norm_in_addition(crew):
-    for calls in crew.run("rank_messages:counted", 6, size=2, shard=True, clip_grad_norm=1.0):
+    for calls in crew.run("rank_messages:counted", 6, size=2, shard_data=True, clip_grad_norm=1.0):
         assert calls == [*STEADY, "all_reduce"]
 
 

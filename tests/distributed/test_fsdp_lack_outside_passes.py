@@ -14,7 +14,7 @@ def alone(**arguments):
     ("where", "fails_at", "cut"), [("enter", 2, 2), ("transfer", 2, 2), ("reserve", 2, 1), ("after the passes", 2, 1)]
 )
 def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(crew, where, fails_at, cut):
-    asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}
+    asked = {"target_batch": 16, "micro_batch": 8, "shard_data": True, "epochs": 2}
     expected = alone(target_batch=16, micro_batch=16, epochs=2)
 
     found = crew.run("sharded_lacking:lacking", where, fails_at=fails_at, size=2, **asked)
@@ -30,7 +30,7 @@ def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(cr
     [[("after the passes", 2), ("transfer", 3)], [("reserve", 2), ("reserve", 3)], [("enter", 2), ("reserve", 3)]],
 )
 def test_ranks_may_lack_memory_one_after_the_other_each_somewhere_else(crew, points):
-    asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}
+    asked = {"target_batch": 16, "micro_batch": 8, "shard_data": True, "epochs": 2}
     expected = alone(target_batch=16, micro_batch=16, epochs=2)
 
     found = crew.run("sharded_lacking:lacking_each", points, size=2, **asked)

@@ -75,7 +75,7 @@ def trains():
     sys.setswitchinterval(10)
     autoaccum.fit(
         nn.Linear(4, 1), torch.utils.data.DataLoader(data, batch_size=8), 16, max_steps=1, micro_batch=4,
-        loss=nn.MSELoss(), shard=True, device="cpu", progress=False,
+        loss=nn.MSELoss(), shard_data=True, device="cpu", progress=False,
     )
 for _ in range(5):
     os.write(log, f"{run(work)}\\n".encode())

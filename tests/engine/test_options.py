@@ -58,9 +58,9 @@ def adapters():
 
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(3, 2))
-    yield accelerate.windowed, lambda **options: accelerate.windowed(accelerator, model, **options)
-    yield lightning.Windowed, lightning.Windowed
-    yield transformers.windowed, lambda **options: transformers.windowed(transformers.Trainer, **options)
+    yield accelerate.auto_accumulate, lambda **options: accelerate.auto_accumulate(accelerator, model, **options)
+    yield lightning.AutoAccumulate, lightning.AutoAccumulate
+    yield transformers.auto_accumulate, lambda **options: transformers.auto_accumulate(transformers.Trainer, **options)
 
 
 def test_adapters_have_the_defaults_and_the_checks_of_fit():

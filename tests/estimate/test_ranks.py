@@ -56,13 +56,13 @@ def test_a_small_model_needs_no_larger_bucket_than_its_gradients():
 def test_a_rank_of_a_sharded_model_holds_its_share_and_what_is_gathered(traced, ranks):
     step = traced.step_of(8)
 
-    shard = sharding(stack(), ranks)(step)
+    shard_data = sharding(stack(), ranks)(step)
 
     for category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER):
-        assert bytes_of(shard, category) == pytest.approx(bytes_of(step, category) / ranks, rel=0.01)
+        assert bytes_of(shard_data, category) == pytest.approx(bytes_of(step, category) / ranks, rel=0.01)
     block = sum(parameter.nbytes for parameter in Block().parameters())
     rest = sum(parameter.nbytes for parameter in stack(0).parameters())
-    live = shard.peak().live_bytes
+    live = shard_data.peak().live_bytes
     held = bytes_of(step, Category.PARAMETERS) * 4 / ranks
     assert live >= held + 2 * block + rest
     assert live <= held + 4 * block + rest + step.peak().live_bytes - bytes_of(step, Category.PARAMETERS) * 4
@@ -72,6 +72,6 @@ def test_more_ranks_leave_more_room_and_phases_stay_where_they_are(traced):
     peaks = [traced.changed(sharding(stack(), ranks)).estimate(SMALL_GPU).at(64).reserved_bytes for ranks in (2, 4, 16)]
 
     assert peaks == sorted(peaks, reverse=True)
-    shard = sharding(stack(), 4)(traced.step_of(8))
-    assert [name for _, name in shard.phases] == [name for _, name in traced.step_of(8).phases]
-    assert shard.kept_for_backward() >= traced.step_of(8).kept_for_backward()
+    shard_data = sharding(stack(), 4)(traced.step_of(8))
+    assert [name for _, name in shard_data.phases] == [name for _, name in traced.step_of(8).phases]
+    assert shard_data.kept_for_backward() >= traced.step_of(8).kept_for_backward()

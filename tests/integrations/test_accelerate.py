@@ -1,4 +1,4 @@
-"""Accelerate's loop trains with `windowed` as it does with the whole batch at once."""
+"""Accelerate's loop trains with `auto_accumulate` as it does with the whole batch at once."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.integrations.accelerate import windowed
+from autoaccum.integrations.accelerate import auto_accumulate
 from faults import FailAt
 from helpers import Limited
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
@@ -60,7 +60,7 @@ def options(**further):
 
 
 class Loop:
-    """A loop as Accelerate's documentation writes it, with `windowed` or without it."""
+    """A loop as Accelerate's documentation writes it, with `auto_accumulate` or without it."""
 
     def __init__(
         self, kind=perceptron, most=None, data=vectors, *, is_plain=False, dtype=torch.float64, scaler=None, **settings
@@ -75,7 +75,7 @@ class Loop:
         loader = DataLoader(data(), batch_size=BATCH)
         prepared = accelerator.prepare(model, optimizer, scheduler, loader)
         self.accelerator, (self.model, self.optimizer, self.scheduler, self.loader) = accelerator, prepared
-        self.backward = None if is_plain else windowed(accelerator, self.model, loss=cross_entropy, **options())
+        self.backward = None if is_plain else auto_accumulate(accelerator, self.model, loss=cross_entropy, **options())
         self.losses, self.rates, self.seen = [], [], []
 
     def epoch(self, skip=0):
@@ -189,7 +189,7 @@ def test_training_resumes_from_accelerates_checkpoint(tmp_path):
 
 
 def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(crew):
-    (alone,) = crew.run("rank_adapters:accelerate", size=1, windowed=False)
+    (alone,) = crew.run("rank_adapters:accelerate", size=1, is_ours=False)
 
     found = crew.run("rank_adapters:accelerate", size=2, most={1: 2})
 
@@ -218,7 +218,7 @@ def test_batches_that_the_accelerator_accumulates_are_added_up(most):
 
 def test_a_model_that_is_not_prepared_is_refused():
     with pytest.raises(autoaccum.errors.InvalidInputError, match="prepare"):
-        windowed(Accelerator(cpu=True), perceptron(), loss=cross_entropy)
+        auto_accumulate(Accelerator(cpu=True), perceptron(), loss=cross_entropy)
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
@@ -227,7 +227,7 @@ def test_what_reduces_gradients_by_itself_is_refused_by_name(kind):
     loop.accelerator.state.distributed_type = DistributedType[kind]
 
     with pytest.raises(autoaccum.errors.InvalidInputError, match=f"trains with {kind}"):
-        windowed(loop.accelerator, loop.model, loss=cross_entropy)
+        auto_accumulate(loop.accelerator, loop.model, loss=cross_entropy)
 
 
 def test_a_log_within_the_loss_is_refused():
@@ -238,7 +238,7 @@ def test_a_log_within_the_loss_is_refused():
         loop.accelerator.log({"loss": loss.item()})
         return loss
 
-    backward = windowed(loop.accelerator, loop.model, closure=closure, **options())
+    backward = auto_accumulate(loop.accelerator, loop.model, closure=closure, **options())
     with pytest.raises(autoaccum.InvalidInputError, match=r"Accelerator.log .* not once a batch; log what"):
         backward(next(iter(loop.loader)))
     assert "log" not in vars(loop.accelerator)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer trains, logs and calls back with Windowed as it does with the whole batch at once."""
+"""Lightning's Trainer trains, logs and calls back with AutoAccumulate as it does with the whole batch at once."""
 
 import csv
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.integrations.lightning import Windowed
+from autoaccum.integrations.lightning import AutoAccumulate
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
 
@@ -148,9 +148,9 @@ def sentences():
     return [{"input_ids": one, "labels": two} for one, two in words_and_labels()]
 
 
-def windowed(**options):
+def auto_accumulate(**options):
     settings = {"device": autoaccum.Simulated("1GiB")}
-    return Windowed(**(settings | options))
+    return AutoAccumulate(**(settings | options))
 
 
 QUIET = {
@@ -209,7 +209,7 @@ def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
     plain, other = kind(), kind(most=5)
     fitted(plain, data())
 
-    callback = windowed()
+    callback = auto_accumulate()
     trainer = fitted(other, data(), callback)
 
     assert trainer.global_step == 3
@@ -219,9 +219,11 @@ def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
 def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
     fitted(Judged(), vectors(), folder=tmp_path / "plain", epochs=2, validates=True)
 
-    fitted(Judged(most=5), vectors(), windowed(), folder=tmp_path / "windowed", epochs=2, validates=True)
+    fitted(Judged(most=5), vectors(), auto_accumulate(), folder=tmp_path / "auto_accumulate", epochs=2, validates=True)
 
-    plain, other = ([without_values_of_parts(row) for row in rows(tmp_path / name)] for name in ("plain", "windowed"))
+    plain, other = (
+        [without_values_of_parts(row) for row in rows(tmp_path / name)] for name in ("plain", "auto_accumulate")
+    )
     assert_same_log(plain, other)
     assert {"loss_step", "accuracy_epoch", "validation accuracy"} <= plain[0].keys()
 
@@ -252,7 +254,7 @@ def test_a_batch_size_that_is_constant_is_that_of_the_batch_for_whatever_reads_e
     found = []
     for name, most, adapters in (
         ("plain", None, []),
-        ("ours", 5, [windowed(micro_batch=3, loss_reduction=reduction)]),
+        ("ours", 5, [auto_accumulate(micro_batch=3, loss_reduction=reduction)]),
     ):
         kept = ModelCheckpoint(tmp_path / name, monitor="loss", save_top_k=1)
         stops = pl.callbacks.EarlyStopping("loss", check_on_train_epoch_end=True, min_delta=10.0, patience=2)
@@ -286,11 +288,11 @@ class Weighing(Constant):
 def test_a_batch_size_that_depends_on_the_part_is_added_up_in_each_loader_by_itself(tmp_path):
     loaders = [DataLoader(vectors(), batch_size=BATCH)] * 4
     expected = pl.Trainer(**QUIET).validate(Weighing(), loaders, verbose=False)
-    found = pl.Trainer(callbacks=[windowed()], **QUIET).validate(Weighing(most=5), loaders, verbose=False)
+    found = pl.Trainer(callbacks=[auto_accumulate()], **QUIET).validate(Weighing(most=5), loaders, verbose=False)
     assert found == [pytest.approx(results) for results in expected]
 
     fitted(Weighing(), vectors(), folder=tmp_path / "plain")
-    fitted(Weighing(), vectors(), windowed(micro_batch=4, loss_reduction="mean"), folder=tmp_path / "ours")
+    fitted(Weighing(), vectors(), auto_accumulate(micro_batch=4, loss_reduction="mean"), folder=tmp_path / "ours")
     assert_same_log(rows(tmp_path / "plain"), rows(tmp_path / "ours"))
 
 
@@ -298,7 +300,7 @@ def test_a_batch_size_that_depends_on_the_part_is_added_up_in_each_loader_by_its
 def test_batches_that_lightning_accumulates_are_added_up(batches):
     plain, other = Classifier(), Classifier(most=5)
     one = fitted(plain, vectors(), accumulate_grad_batches=batches, epochs=2)
-    two = fitted(other, vectors(), windowed(), accumulate_grad_batches=batches, epochs=2)
+    two = fitted(other, vectors(), auto_accumulate(), accumulate_grad_batches=batches, epochs=2)
 
     assert two.global_step == one.global_step
     assert_close(plain, other)
@@ -324,7 +326,7 @@ def test_micro_batches_in_which_nothing_counts_are_left_out_of_logs_and_outputs(
     plain, other = Outputs(), Outputs()
     fitted(Ignoring(), ignored, plain, folder=tmp_path / "plain")
 
-    fitted(Ignoring(), ignored, windowed(micro_batch=1), other, folder=tmp_path / "ours")
+    fitted(Ignoring(), ignored, auto_accumulate(micro_batch=1), other, folder=tmp_path / "ours")
 
     assert_same_log(rows(tmp_path / "plain"), rows(tmp_path / "ours"))
     torch.testing.assert_close([one for one, _ in other.seen], [one for one, _ in plain.seen])
@@ -337,7 +339,7 @@ class Skipping(Classifier):
 
 def test_batch_is_skipped_where_the_step_returns_none():
     plain, other = Skipping(), Skipping(most=5)
-    one, two = fitted(plain, vectors()), fitted(other, vectors(), windowed())
+    one, two = fitted(plain, vectors()), fitted(other, vectors(), auto_accumulate())
 
     assert two.global_step == one.global_step
     assert_close(plain, other)
@@ -364,7 +366,7 @@ def test_hooks_run_once_a_batch_in_the_same_order():
     plain, other = Recorder(), Recorder()
     fitted(Classifier(), vectors(), plain, epochs=2, validates=True)
 
-    fitted(Classifier(most=5), vectors(), windowed(), other, epochs=2, validates=True)
+    fitted(Classifier(most=5), vectors(), auto_accumulate(), other, epochs=2, validates=True)
 
     assert other.events == plain.events
 
@@ -384,7 +386,7 @@ def test_outputs_given_to_callbacks_are_of_whole_batches():
     plain, other = Outputs(), Outputs()
     fitted(Classifier(), vectors(), plain, validates=True)
 
-    fitted(Classifier(most=5), vectors(), windowed(), other, validates=True)
+    fitted(Classifier(most=5), vectors(), auto_accumulate(), other, validates=True)
 
     torch.testing.assert_close(other.seen, plain.seen)
 
@@ -416,7 +418,7 @@ class Faults(pl.Callback):
 
 
 def faulty(point, tmp_path, on):
-    callback = windowed(micro_batch=6)
+    callback = auto_accumulate(micro_batch=6)
     module, faults = Judged(), Faults(point, on, callback)
     trainer = fitted(module, vectors(), callback, faults, folder=tmp_path / f"{point}", validates=True)
     return module, trainer, faults
@@ -453,7 +455,7 @@ def test_clipping_and_early_stopping_work_as_without_it():
         return pl.callbacks.EarlyStopping("validation loss", patience=1, min_delta=0.02)
 
     one = fitted(plain, vectors(), stopping(), **options)
-    two = fitted(other, vectors(), windowed(), stopping(), **options)
+    two = fitted(other, vectors(), auto_accumulate(), stopping(), **options)
 
     assert two.current_epoch == one.current_epoch < 8
     assert_close(plain, other)
@@ -462,9 +464,9 @@ def test_clipping_and_early_stopping_work_as_without_it():
 def test_training_resumes_from_lightnings_checkpoint(tmp_path):
     plain, first, second = Classifier(), Classifier(most=5), Classifier(most=5)
     fitted(plain, vectors(), epochs=4)
-    fitted(first, vectors(), windowed(), ModelCheckpoint(tmp_path, save_last=True), epochs=2)
+    fitted(first, vectors(), auto_accumulate(), ModelCheckpoint(tmp_path, save_last=True), epochs=2)
 
-    trainer = fitted(second, vectors(), windowed(), epochs=4, checkpoint=tmp_path / "last.ckpt")
+    trainer = fitted(second, vectors(), auto_accumulate(), epochs=4, checkpoint=tmp_path / "last.ckpt")
 
     assert trainer.global_step == 12
     assert_close(plain, second)
@@ -492,7 +494,7 @@ def test_half_precision_and_its_scaler_are_lightnings_own(name):
         return module, types, None if scaler is None else scaler.state_dict()
 
     plain, types, scale = trained(None)
-    other, others, other_scale = trained(5, windowed())
+    other, others, other_scale = trained(5, auto_accumulate())
 
     assert others == types == {torch.bfloat16 if name == "bf16-mixed" else torch.float16}
     assert scale == other_scale
@@ -513,7 +515,7 @@ def test_compiled_module_is_compiled_for_its_micro_batches_alone():
     """And not for each log, or the few samples that show what the loss runs over."""
 
     def trained(module):
-        return fitted(module, vectors(), windowed(device=None, micro_batch=4), epochs=2).callback_metrics
+        return fitted(module, vectors(), auto_accumulate(device=None, micro_batch=4), epochs=2).callback_metrics
 
     plain, other = Logging(), Logging()
     logged = trained(plain)
@@ -536,7 +538,7 @@ def test_an_optimizer_may_call_its_closure_several_times(tmp_path):
     plain, other = ByLbfgs(), ByLbfgs(most=5)
     fitted(plain, vectors(), folder=tmp_path / "plain")
 
-    fitted(other, vectors(), windowed(), folder=tmp_path / "windowed")
+    fitted(other, vectors(), auto_accumulate(), folder=tmp_path / "auto_accumulate")
 
     assert_close(plain, other, 1e-10)
 
@@ -559,7 +561,7 @@ def test_several_loaders_and_a_test_are_evaluated_in_parts():
 
     one = pl.Trainer(**QUIET)
     expected = [*one.validate(plain, loaders, verbose=False), *one.test(plain, loaders[0], verbose=False)]
-    two = pl.Trainer(callbacks=[windowed()], **QUIET)
+    two = pl.Trainer(callbacks=[auto_accumulate()], **QUIET)
     found = [*two.validate(other, loaders, verbose=False), *two.test(other, loaders[0], verbose=False)]
 
     assert found == [pytest.approx(results) for results in expected]
@@ -585,7 +587,7 @@ def test_predictions_are_made_in_parts():
     loader = DataLoader(vectors(), batch_size=BATCH)
 
     expected = pl.Trainer(**QUIET).predict(Predicting(), loader)
-    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
+    trainer = pl.Trainer(callbacks=[auto_accumulate()], **QUIET)
     found = trainer.predict(Predicting(most=6), loader)
 
     for one, other in zip(found, expected, strict=True):
@@ -614,7 +616,7 @@ def test_module_of_the_packages_older_name_trains_in_parts():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    plain, other, callback = Older(), Older(most=5), windowed()
+    plain, other, callback = Older(), Older(most=5), auto_accumulate()
     for module, callbacks in ((plain, []), (other, [callback])):
         trainer = older.Trainer(callbacks=callbacks, **QUIET)
         trainer.fit(module, DataLoader(vectors(), batch_size=BATCH))
@@ -628,7 +630,7 @@ def test_trainer_is_as_before_after_an_error():
         def training_step(self, batch, batch_idx):
             raise ZeroDivisionError
 
-    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
+    trainer = pl.Trainer(callbacks=[auto_accumulate()], **QUIET)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(Broken(), DataLoader(vectors(), batch_size=BATCH))
 
@@ -665,15 +667,15 @@ class Pairs(Classifier):
 
 def test_a_pair_of_sum_and_weight_may_be_returned():
     one, two = Pairs(), Pairs()
-    fitted(one, vectors(), windowed(micro_batch=12))
-    fitted(two, vectors(), windowed(micro_batch=5))
+    fitted(one, vectors(), auto_accumulate(micro_batch=12))
+    fitted(two, vectors(), auto_accumulate(micro_batch=5))
 
     assert_close(one, two)
 
 
 def test_batches_of_several_loaders_of_unlike_size_are_named():
     loaders = {"a": DataLoader(vectors(), batch_size=12), "b": DataLoader(vectors(), batch_size=6)}
-    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
+    trainer = pl.Trainer(callbacks=[auto_accumulate()], **QUIET)
 
     with pytest.raises(autoaccum.InvalidInputError, match=r"2 loaders \(CombinedLoader\).*same batch_size.*split="):
         trainer.fit(Classifier(), loaders)
@@ -684,9 +686,9 @@ def test_a_batch_size_that_may_be_a_constant_or_a_samples_is_refused():
     loader = DataLoader(vectors(), batch_size=BATCH)
 
     with pytest.raises(autoaccum.InvalidInputError, match=r"'validation', batch_size=1.*leave batch_size out"):
-        pl.Trainer(callbacks=[windowed()], **QUIET).validate(Constant(1, 1), loader, verbose=False)
+        pl.Trainer(callbacks=[auto_accumulate()], **QUIET).validate(Constant(1, 1), loader, verbose=False)
     with pytest.raises(autoaccum.InvalidInputError, match=r"'loss', batch_size=7.*leave batch_size out"):
-        fitted(Constant(most=1), vectors(), windowed())
+        fitted(Constant(most=1), vectors(), auto_accumulate())
 
 
 class OwnLogger(Classifier):
@@ -697,7 +699,7 @@ class OwnLogger(Classifier):
 
 def test_a_logger_called_in_a_step_is_refused(tmp_path):
     with pytest.raises(autoaccum.InvalidInputError, match=r"log_metrics .* not once a batch; use self.log, or"):
-        fitted(OwnLogger(), vectors(), windowed(), folder=tmp_path)
+        fitted(OwnLogger(), vectors(), auto_accumulate(), folder=tmp_path)
 
 
 class Lossless(Classifier):
@@ -716,19 +718,19 @@ class Lossless(Classifier):
 )
 def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, text):
     with pytest.raises(autoaccum.errors.InvalidInputError, match=text):
-        fitted(module(), vectors(), windowed())
+        fitted(module(), vectors(), auto_accumulate())
 
 
 def test_batch_size_finder_is_refused():
     trainer = pl.Trainer(callbacks=[BatchSizeFinder()], **QUIET)
 
     with pytest.raises(autoaccum.errors.InvalidInputError, match="BatchSizeFinder"):
-        windowed().setup(trainer, Classifier(), "fit")
+        auto_accumulate().setup(trainer, Classifier(), "fit")
 
 
 def test_what_cannot_save_memory_in_the_module_is_refused():
     with pytest.raises(autoaccum.errors.InvalidInputError, match="no repeated blocks"):
-        fitted(Classifier(), vectors(), windowed(memory="checkpoint"))
+        fitted(Classifier(), vectors(), auto_accumulate(save_memory="checkpoint"))
 
 
 @pytest.mark.parametrize("kind", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"])
@@ -738,14 +740,14 @@ def test_strategies_that_divide_the_model_are_refused_by_name(kind):
     trainer._accelerator_connector.strategy = strategy
 
     with pytest.raises(autoaccum.errors.InvalidInputError, match=kind):
-        windowed().setup(trainer, Classifier(), "fit")
+        auto_accumulate().setup(trainer, Classifier(), "fit")
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
 def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(crew):
-    (alone,) = crew.run("rank_adapters:lightning", size=1, windowed=False)
+    (alone,) = crew.run("rank_adapters:lightning", size=1, is_ours=False)
 
     found = crew.run("rank_adapters:lightning", size=2, most={1: 2})
 

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 import autoaccum  # noqa: E402
 from autoaccum._training.accumulator import Accumulator  # noqa: E402
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa: E402
-from autoaccum.integrations.transformers import windowed  # noqa: E402
+from autoaccum.integrations.transformers import auto_accumulate  # noqa: E402
 from faults import FailAt  # noqa: E402
 from torchrun import found_by_ranks  # noqa: E402
 from trainers import MODELS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def cut(trainer=Trainer, **options):
-    return windowed(trainer, **({"micro_batch": 5} | options))
+    return auto_accumulate(trainer, **({"micro_batch": 5} | options))
 
 
 def assert_same(ours, theirs, rounding=1e-12):
@@ -195,7 +195,7 @@ def test_fp16_is_scaled_as_by_the_trainer_whichever_operator_lacks_memory(tmp_pa
 
 @pytest.mark.parametrize("memory", ["chunked_loss", "checkpoint:GPT2Block", "auto"])
 def test_what_saves_memory_changes_nothing_but_rounding(tmp_path, memory):
-    ours = trained(cut(memory=memory), tmp_path, "gpt2")
+    ours = trained(cut(save_memory=memory), tmp_path, "gpt2")
     theirs = trained(Trainer, tmp_path, "gpt2")
 
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=1e-7)
@@ -376,9 +376,9 @@ def test_trainer_can_train_twice(tmp_path):
 
 def test_anything_but_a_trainers_class_is_refused(tmp_path):
     with pytest.raises(autoaccum.InvalidInputError, match="pass the class"):
-        windowed(nn.Linear)
+        auto_accumulate(nn.Linear)
     with pytest.raises(autoaccum.InvalidInputError, match="already"):
-        windowed(windowed(Trainer))
+        auto_accumulate(auto_accumulate(Trainer))
 
 
 class OwnStep(Trainer):
@@ -388,7 +388,7 @@ class OwnStep(Trainer):
         return loss.detach()
 
 
-class OwnStepAfterwards(windowed(Trainer)):
+class OwnStepAfterwards(auto_accumulate(Trainer)):
     training_step = OwnStep.training_step
 
 
@@ -400,7 +400,7 @@ class SkipsABatch(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "updates"), [(windowed(OwnStep), 0), (OwnStepAfterwards, 0), (windowed(SkipsABatch), 1)]
+    ("kind", "updates"), [(auto_accumulate(OwnStep), 0), (OwnStepAfterwards, 0), (auto_accumulate(SkipsABatch), 1)]
 )
 def test_training_step_that_bypasses_micro_batches_is_refused(tmp_path, kind, updates):
     made = []
@@ -472,17 +472,17 @@ def test_packed_rows_of_an_unknown_collator_name_the_split(tmp_path):
 # --- the class --------------------------------------------------------------------------------------------------------
 
 
-class Written(windowed(Trainer, micro_batch=3)):
+class Written(auto_accumulate(Trainer, micro_batch=3)):
     pass
 
 
 def test_class_prints_its_own_name_and_one_that_is_written_can_be_pickled():
-    assert repr(cut(OfSums)) == "<class 'autoaccum.integrations.transformers.WindowedOfSums'>"
+    assert repr(cut(OfSums)) == "<class 'autoaccum.integrations.transformers.AutoAccumulateOfSums'>"
     assert "Written" in repr(Written)
     assert pickle.loads(pickle.dumps(Written)) is Written  # noqa: S301
 
 
-class WrittenOfTwo(windowed(Trainer), Sized):
+class WrittenOfTwo(auto_accumulate(Trainer), Sized):
     def __len__(self):
         return 1
 

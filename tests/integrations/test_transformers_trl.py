@@ -17,7 +17,7 @@ from datasets import Dataset
 import autoaccum
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
-from autoaccum.integrations.transformers import windowed
+from autoaccum.integrations.transformers import auto_accumulate
 from faults import FailAt
 from helpers import WITHOUT_WARNINGS
 from trainers import history, weights
@@ -30,7 +30,7 @@ ROUNDING = 3e-7
 
 def cut(kind, **options):
     kind = TRAINERS[kind][0] if isinstance(kind, str) else kind
-    return windowed(kind, **({"micro_batch": 4} | options))
+    return auto_accumulate(kind, **({"micro_batch": 4} | options))
 
 
 def assert_same_weights(ours, theirs):
@@ -239,12 +239,12 @@ def test_every_class_of_trl_was_tried_or_is_refused_by_name(module, name):
     """KTO, ORPO and CPO among them."""
     kind = getattr(importlib.import_module(module), name)
     if name in {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"}:
-        assert issubclass(windowed(kind), kind)
+        assert issubclass(auto_accumulate(kind), kind)
         return
 
     for one in (kind, type("Own", (kind,), {})):
         with pytest.raises(autoaccum.InvalidInputError, match=f"{name} was never tried.*find_executable_micro_batch"):
-            windowed(one)
+            auto_accumulate(one)
 
 
 def test_class_that_is_refused_trains_in_a_function_that_begins_again(tmp_path):

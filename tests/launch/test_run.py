@@ -89,9 +89,9 @@ import torch
 import autoaccum
 model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
 data = [(torch.randn(2, 512, 64), torch.randn(2, 512, 64))]
-result = autoaccum.fit(model, data, 2, memory="auto", loss=torch.nn.functional.mse_loss, progress=False,
+result = autoaccum.fit(model, data, 2, save_memory="auto", loss=torch.nn.functional.mse_loss, progress=False,
                        device=autoaccum.Simulated("1300KiB"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-print(result.memory)
+print(result.savings)
 raise SystemExit(1)
 """
 # A large model first, a small one where that does not fit; what the script ends with is something else.

@@ -92,7 +92,7 @@ def test_all_together_help_most(small):
     for name in together.name.split(" + "):
         assert together.micro_batch >= found[name].micro_batch
     assert "precision='bf16'" in together.description
-    assert "memory='checkpoint'" in together.description
+    assert "save_memory='checkpoint'" in together.description
 
 
 def test_a_change_with_which_the_model_fails_is_told_and_our_own_errors_are_raised(monkeypatch):
@@ -201,7 +201,7 @@ def test_what_checkpointing_is_said_to_take_is_what_it_takes():
     said = next(remedy for remedy in report.remedies if remedy.name == "activation checkpointing")
 
     result = autoaccum.fit(
-        Language(), [(inputs, inputs)] * 32, 64, loss=loss, device=memory, precision="fp32", memory="checkpoint",
+        Language(), [(inputs, inputs)] * 32, 64, loss=loss, device=memory, precision="fp32", save_memory="checkpoint",
         progress=False,
     )  # fmt: skip
 
@@ -242,6 +242,6 @@ def test_a_loss_in_chunks_is_advised_for_a_language_model_with_many_classes():
     by_name = {remedy.name: remedy for remedy in report.remedies}
     alone = by_name["loss in chunks"]
     together = next(remedy for name, remedy in by_name.items() if name.startswith("activation checkpointing + loss in"))
-    assert alone.description == "memory='chunked_loss'"
+    assert alone.description == "save_memory='chunked_loss'"
     assert alone.micro_batch > 2 * report.predicted[0].micro_batch
     assert together.micro_batch >= alone.micro_batch

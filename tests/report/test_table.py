@@ -25,7 +25,7 @@ def test_a_report_prints_as_its_table_of_verdicts_plans_warnings_and_choices():
 
 
 def test_no_word_of_a_remedy_is_broken():
-    how = "memory='offload', or torch.autograd.graph.save_on_cpu or bitsandbytes.optim.PagedAdamW8bit"
+    how = "save_memory='offload', or torch.autograd.graph.save_on_cpu or bitsandbytes.optim.PagedAdamW8bit"
     remedies = (replace(REPORT.remedies[0], name="offloaded activations", description=how, cost=how),)
 
     words = str(replace(REPORT, remedies=remedies)).replace(". ", " ").replace(".\n", "\n").split()

@@ -62,7 +62,7 @@ def test_model_that_checkpoints_by_itself_trains_bit_for_bit_as_without(use_reen
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             precision="fp32",
             micro_batch=4,
-            memory=memory if enables else None,
+            save_memory=memory if enables else None,
         )
         ends.append(list(model.parameters()))
 

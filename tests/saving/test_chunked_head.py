@@ -1,4 +1,4 @@
-"""memory="chunked_loss": the logits of Transformers' models are never whole, and their gradients stay the same."""
+"""save_memory="chunked_loss": the logits of Transformers' models are never whole, and their gradients stay the same."""
 
 import contextlib
 
@@ -116,12 +116,14 @@ def test_fit_trains_as_without_over_micro_batches_of_unlike_counts(name, capsys)
     models = [made(name) for _ in range(2)]
 
     fit(models[0], micro_batch=3)
-    result = fit(models[1], memory="chunked_loss", micro_batch=1, progress="lines")
+    result = fit(models[1], save_memory="chunked_loss", micro_batch=1, progress="lines")
 
-    assert result.memory == ("chunked_loss",)
+    assert result.savings == ("chunked_loss",)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-    assert "the loss over 64 classes is computed at most 1,024 tokens at a time (memory=" in capsys.readouterr().err
+    assert (
+        "the loss over 64 classes is computed at most 1,024 tokens at a time (save_memory=" in capsys.readouterr().err
+    )
     assert "forward" not in vars(models[1].get_output_embeddings())
 
 
@@ -138,6 +140,6 @@ def test_model_that_does_not_tell_its_head_is_refused_and_stays():
     model = Own()
 
     with pytest.raises(InvalidInputError, match=r"get_output_embeddings.*autoaccum\.ChunkedLoss"):
-        fit(model, memory="chunked_loss")
+        fit(model, save_memory="chunked_loss")
 
     assert type(model(TOKENS)) is torch.Tensor

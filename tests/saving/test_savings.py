@@ -1,4 +1,4 @@
-"""`memory=`: by name from the start, or with "auto" added wherever not even one sample fits, kept and remembered."""
+"""`save_memory=`: by name, or with "auto" added wherever not even one sample fits, kept and remembered."""
 
 import random
 
@@ -21,7 +21,7 @@ def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys):
     for _ in range(2):
         model, second = trained("3MiB", remembers=True, max_steps=4)
 
-        assert second.memory == first.memory
+        assert second.savings == first.savings
         assert is_plain(model)
         assert "not even one sample fits" not in capsys.readouterr().err
 
@@ -44,7 +44,7 @@ def accumulated(model, **options):
 
 def worked(entry, memory, capacity="1GiB", micro_batch=2):
     model = Wide()
-    work = entry(model, loss=LOSS, device=Simulated(capacity), memory=memory, micro_batch=micro_batch)
+    work = entry(model, loss=LOSS, device=Simulated(capacity), save_memory=memory, micro_batch=micro_batch)
     seed()
     reports = []
     for batch in data()[:2]:
@@ -90,7 +90,7 @@ def a_runner(model, **options):
 )
 def test_what_has_no_effect_is_refused_when_it_is_made(make, memory, said):
     with pytest.raises(autoaccum.InvalidInputError, match=said):
-        make(nn.Linear(4, 4), device="cpu", memory=memory)
+        make(nn.Linear(4, 4), device="cpu", save_memory=memory)
 
 
 def test_block_that_draws_from_pythons_generator_is_refused_each_time():
@@ -101,7 +101,7 @@ def test_block_that_draws_from_pythons_generator_is_refused_each_time():
     model = Stack(depth=0)
     model.blocks = nn.ModuleList([Draws() for _ in range(2)])
     before = state_of(model)
-    runner = a_runner(model, loss=LOSS, device="cpu", precision="fp32", memory="checkpoint")
+    runner = a_runner(model, loss=LOSS, device="cpu", precision="fp32", save_memory="checkpoint")
 
     for _ in range(2):
         seed()
@@ -118,11 +118,11 @@ def test_compiled_blocks_are_not_computed_again(compiles, capsys):
     model = Wide()
     compiles(model).compile(backend="aot_eager")
 
-    with pytest.raises(autoaccum.InvalidInputError, match="memory='checkpoint': the blocks are compiled"):
-        a_runner(model, loss=LOSS, device="cpu", memory="checkpoint")
+    with pytest.raises(autoaccum.InvalidInputError, match="save_memory='checkpoint': the blocks are compiled"):
+        a_runner(model, loss=LOSS, device="cpu", save_memory="checkpoint")
 
     _, result = trained("2MiB", model=model, max_steps=1)
 
-    assert result.memory == ("offload",)
-    assert "memory='auto' leaves out 'checkpoint': the blocks are compiled" in capsys.readouterr().err
+    assert result.savings == ("offload",)
+    assert "save_memory='auto' leaves out 'checkpoint': the blocks are compiled" in capsys.readouterr().err
     assert is_plain(model)

@@ -108,12 +108,12 @@ def test_next_start_with_texts_of_another_width_begins_with_what_is_known_of_the
     ids=str,
 )
 def test_value_that_no_search_finds_is_ignored_by_the_next_start(folder, memory, found):
-    trained(memory=memory)
+    trained(save_memory=memory)
     (path,) = files(folder)
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "found": content["found"] | found}))
 
-    assert len(trained(memory=memory)) == 3
+    assert len(trained(save_memory=memory)) == 3
 
 
 @pytest.mark.parametrize(

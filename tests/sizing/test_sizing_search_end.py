@@ -55,7 +55,7 @@ def test_no_memory_left_at_its_end_leaves_the_largest_that_fitted(memory):
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
         device=device,
         precision="fp32",
-        memory=memory,
+        save_memory=memory,
         progress=False,
         callbacks=[Tells(device)],
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._training.console import LineProgress
-from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
+from autoaccum._training.loggers import JSONLinesLog
 
 FULL = Path("/dev/full")
 
@@ -79,24 +79,6 @@ class Cutting:
 
     def write(self, data):
         return self.file.write(data[:7])
-
-
-def test_tensorboard_that_fails_is_given_up_and_said_once(tmp_path, capsys):
-    pytest.importorskip("tensorboard")
-    log = TensorBoardLog(tmp_path)
-
-    class Fails(autoaccum.Callback):
-        def on_step(self, report, *, epoch):
-            if log._writer is not None:
-                log._writer.add_scalar = refuse
-
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    result = train(callbacks=[log, Fails()], progress=False)
-
-    assert result.steps == 3
-    assert capsys.readouterr().err.count("training goes on without it") == 1
 
 
 def test_handler_that_fails_ends_no_training():

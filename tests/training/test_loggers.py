@@ -1,16 +1,13 @@
 """The logs: every event kept, in order, without holding training up for a loss."""
 
-import builtins
 import json
 import math
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoaccum._records import DeviceScalar
-from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
+from autoaccum._training.loggers import JSONLinesLog
 from autoaccum.errors import InvalidInputError
 from record_examples import (
     EVALUATION,
@@ -127,53 +124,6 @@ def test_a_log_that_cannot_be_opened_is_refused_by_its_path(tmp_path):
         started(JSONLinesLog(tmp_path))
 
 
-def scalars(log_dir):
-    """The scalars in the event files of a folder, as {name: [(step, value), ...]}."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    reader = accumulator.EventAccumulator(str(log_dir)).Reload()
-    return {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
-
-
-def test_tensorboard_gets_the_scalars_that_are_documented(tmp_path):
-    log = started(TensorBoardLog(tmp_path))
-    log.on_plan(PLAN, step=1, probe=None)
-    log.on_step(step_report(1, loss=0.5, device_grad_norm=DeviceScalar(2.0)), epoch=1)
-    log.on_oom(OOM, step=2)
-    log.on_step(step_report(2, loss=0.25), epoch=1)
-    log.on_evaluation(replace(EVALUATION, losses={"loss": 0.5, "box": 0.25}), epoch=1, step=2)
-
-    log.on_fit_end(fit_result())
-
-    assert scalars(tmp_path) == {
-        "plan/micro_batch": [(1, 34.0)],
-        "train/loss": [(1, 0.5), (2, 0.25)],
-        "train/learning_rate": [(1, 0.5), (2, 0.5)],
-        "train/grad_norm": [(1, 2.0)],
-        "train/samples_per_s": [(1, 200.0), (2, 200.0)],
-        "memory/peak_bytes": [(1, 512.0 * MIB), (2, 512.0 * MIB)],
-        "memory/oom_events": [(2, 1.0)],
-        "evaluation/loss": [(2, 0.5)],
-        "evaluation/loss/loss": [(2, 0.5)],
-        "evaluation/loss/box": [(2, 0.25)],
-        "evaluation/accuracy": [(2, 0.9375)],
-    }
-
-
-def test_without_tensorboard_the_remedy_is_named(monkeypatch, tmp_path):
-    real_import = builtins.__import__
-
-    def import_without_tensorboard(name, *args, **kwargs):
-        if name.split(".")[0] == "tensorboard":
-            raise ImportError(f"No module named {name!r}")
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setattr(builtins, "__import__", import_without_tensorboard)
-
-    with pytest.raises(InvalidInputError, match=r"pip install tensorboard"):
-        TensorBoardLog(tmp_path)
-
-
 def test_line_that_a_killed_process_left_cut_short_spoils_no_other(path):
     path.write_text('{"event": "fit_start"}\n{"event": "st')
 
@@ -182,17 +132,3 @@ def test_line_that_a_killed_process_left_cut_short_spoils_no_other(path):
     lines = path.read_text().splitlines()
     assert lines[1] == '{"event": "st'
     assert [json.loads(line)["event"] for line in lines[2:]] == ["fit_start", "fit_end"]
-
-
-def test_tensorboard_hides_what_was_beyond_the_checkpoint(tmp_path):
-    killed = started(TensorBoardLog(tmp_path))
-    for step in (1, 2, 3, 4):
-        killed.on_step(step_report(step, loss=float(step)), epoch=1)
-    killed.on_fit_end(None)
-    log = started(TensorBoardLog(tmp_path))
-    log.on_resume(Path("run/step-00000002"), step=2, epoch=1)
-    log.on_step(step_report(3, loss=30.0), epoch=1)
-
-    log.on_fit_end(None)
-
-    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
