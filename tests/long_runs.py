@@ -174,8 +174,8 @@ def bits(value):
 
 
 def checkpoints(folder):
-    """The names of what is in a folder, in order; without the lease, which is there while a run goes on."""
-    return sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith(".lease-"))
+    """The names of what is in a folder, in order; without the lock's file."""
+    return sorted(path.name for path in Path(folder).iterdir() if path.name != ".lock")
 
 
 def damage(path):

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autoaccum
+from autoaccum._system import folder_lock
 
 SAMPLES, WIDTH, CLASSES, LENGTH = 50, 6, 4, 5
 # How far the parameters of several ranks may be from those of one process.
@@ -133,6 +134,12 @@ def train(rank, size, *, data=None, loss="mean", wrap=False, model=None, make_lo
     loader = DataLoader(samples, batch_size=7) if make_loader is None else make_loader(rank, size, samples)
     result = autoaccum.fit(model, loader, loss=function, **{**given, **arguments})
     return outcome(model.module if wrap else model, result)
+
+
+def in_folder(rank, size, folder, *, patience_s):
+    """Train in a folder that another process holds."""
+    with mock.patch.object(folder_lock, "_PATIENCE_S", patience_s):
+        return train(rank, size, target_batch=16, micro_batch=4, max_steps=2, checkpoint=folder)
 
 
 def outcome(model, result):

@@ -21,12 +21,11 @@ REASON_FILE = "AUTOACCUM_REASON_FILE"
 # Set by torchrun and needed by torch.distributed.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The package's own variables: those that hold a whole number, with the least; those that hold seconds, with the most.
-LEASE_S, RANK_TIMEOUT_S = "AUTOACCUM_LEASE_S", "AUTOACCUM_RANK_TIMEOUT_S"
-MOST_LEASE_S = 86_400.0
+RANK_TIMEOUT_S = "AUTOACCUM_RANK_TIMEOUT_S"
 _NUMBERS = {MAX_MICRO_BATCH: 1, ATTEMPT: 0} | dict.fromkeys(
     (f"AUTOACCUM_{name}" for name in ("TARGET_BATCH", "MICRO_BATCH", "ACCUM_STEPS", "WORLD_SIZE")), 1
 )
-_SECONDS = {LEASE_S: MOST_LEASE_S, RANK_TIMEOUT_S: math.inf}
+_SECONDS = {RANK_TIMEOUT_S: math.inf}
 _CACHE_DIR = "AUTOACCUM_CACHE_DIR"
 # No number here has this many digits; `int` rejects thousands of digits with its own error.
 _MOST_DIGITS = 18

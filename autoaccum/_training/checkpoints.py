@@ -15,7 +15,7 @@ from autoaccum._distributed.whole_state import gathered
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._sizing.cutting import Cutting
 from autoaccum._system import signals
-from autoaccum._system.lease import Lease
+from autoaccum._system.folder_lock import FolderLock
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept
 from autoaccum.errors import CheckpointError, InvalidInputError
@@ -46,7 +46,7 @@ class Checkpoints:
     Attributes:
         saving: As above.
         storage: The files.
-        lease: The right to write them.
+        lock: The right to write them.
         spent_s: Seconds spent on writing.
         differences: In what the resume is not exact, on any process.
     """
@@ -68,14 +68,14 @@ class Checkpoints:
         self._world, self._memory, self._notices = call.world, call.step.memory, call.notices
         self._contents, self._progress, self._lifecycle = Contents(call), progress, lifecycle
         self._finiteness = finiteness
-        self.lease = Lease(saving.folder)
+        self.lock = FolderLock(saving.folder)
         self._saved: tuple[Position, dict[str, Any] | None] | None = None
         self._saved_at = time.monotonic()
 
     # --- the folder ---------------------------------------------------------------------------------------------------
 
     def _take_folder(self) -> None:
-        """Take the lease on the folder, on rank 0 for all, waiting while another process trains there.
+        """Take the lock on the folder, on rank 0 for all, waiting while another process trains there.
 
         Raises:
             CheckpointInUseError: Another process trains there and does not end; raised on every rank.
@@ -89,13 +89,13 @@ class Checkpoints:
                 raise said
             return
         try:
-            for pause_s in self.lease.taking(self._notices.say):
-                tell("folder", None)  # so that the wait for the lease does not run into the exchange's timeout
+            for pause_s in self.lock.taking(self._notices.say):
+                tell("folder", None)  # so that the wait for the lock does not run into the exchange's timeout
                 time.sleep(pause_s)
         except CheckpointError as error:
             tell("folder", error)
             raise
-        self.storage.guard = self.lease.check
+        self.storage.guard = self.lock.check
         self.storage.tidy()
         tell("folder", "taken")
 
@@ -141,14 +141,11 @@ class Checkpoints:
     # --- when ---------------------------------------------------------------------------------------------------------
 
     def is_due(self, windows: int) -> bool:
-        """Whether to write one after so many windows, at this time.
-
-        True also when another process has taken the folder over: writing then raises the error that says so.
-        """
+        """Whether to write one after so many windows, at this time."""
         every = self.saving.every
         by_steps = isinstance(every, int) and windows % every == 0
         by_time = isinstance(every, float) and time.monotonic() - self._saved_at >= every
-        return by_steps or by_time or self.lease.is_lost
+        return by_steps or by_time
 
     @property
     def has_best_state(self) -> bool:
@@ -204,7 +201,7 @@ class Checkpoints:
         damage: list[str] = next((names for names in of_all if names), [])
         if not damage:
             return False
-        self.storage.guard()  # as writing would: a process that has lost the lease must not continue
+        self.storage.guard()  # as writing would: a process that has lost the lock must not continue
         state = self._progress.state
         self._finiteness.tell_refusal(damage, state.windows, self.storage.newest)
         self._note(state)  # so that the next checkpoint is due after a full interval

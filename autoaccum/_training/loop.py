@@ -99,9 +99,9 @@ class Training:
             started: Start of the call, from `time.perf_counter`.
         """
         call, memory = self._call, self._step.memory
-        process, lease = os.getpid(), None if self._checkpoints is None else self._checkpoints.lease
+        process, lock = os.getpid(), None if self._checkpoints is None else self._checkpoints.lock
         # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
-        with self._interrupts.watching(), nullcontext() if lease is None else lease.call:
+        with self._interrupts.watching(), nullcontext() if lock is None else lock.call:
             try:
                 self._observers.on_fit_start(
                     epochs=call.epochs, max_steps=call.max_steps, steps_per_epoch=call.steps_per_epoch
@@ -176,7 +176,7 @@ class Training:
             ends.append(partial(optimizer_modes.evaluate, self._step.optimizer, self._step.memory))
         ends += self._observers.each("on_fit_end", result)
         if self._checkpoints is not None:
-            ends.append(self._checkpoints.lease.release)
+            ends.append(self._checkpoints.lock.call.close)
         first = error
         for end in ends:
             try:

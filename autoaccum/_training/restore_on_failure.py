@@ -15,7 +15,7 @@ import torch
 
 from autoaccum._data.loader_memory import generators_of
 from autoaccum._data.random_state import RandomState, set_states, states_of
-from autoaccum._system import signals
+from autoaccum._system import folder_lock, signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -67,6 +67,9 @@ class Untouched:
                 undo()
             for folder in self._folders:
                 with contextlib.suppress(OSError):  # the folder was not made, or is not empty
+                    lock = folder / folder_lock.NAME
+                    if list(folder.iterdir()) == [lock]:
+                        lock.unlink()
                     folder.rmdir()
 
     def keep_rates(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:

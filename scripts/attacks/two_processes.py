@@ -1,6 +1,6 @@
 """Starts the same command twice on one checkpoint folder: one must complete the run, and the other say why it did not.
 
-The lease is one second here, so that a suspended owner need not be waited for long; a contender gives up after three.
+A contender gives up after three seconds here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PAIRS = 8  # of each kind
 LIMIT_S = 120.0
 # Windows of a run: some tenths of a second, and longer than a contender waits.
 SHORT, LONG = 12, 90
-# From a contender that gives way, and from an owner that wakes after its successor has ended.
-WHY = ("is in use by process", "another process has taken the folder over and has ended since")
+# From a contender that gives way.
+WHY = ("is in use by process",)
 NEVER_SAID = ("FileNotFoundError", "make room")
 # It begins at a word, so that imports, which take seconds, do not set processes apart.
 SCRIPT = """
@@ -35,7 +35,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
+from autoaccum._system import folder_lock
 
+folder_lock._PATIENCE_S, folder_lock._PAUSE_S = 3.0, 0.02
 torch.manual_seed(3)
 random.seed(3)
 np.random.seed(3)
@@ -70,7 +72,7 @@ class Pair:
             process.stdout.readline()  # type: ignore[union-attr]
 
     def _start(self, said: Path, windows: int) -> subprocess.Popen[str]:
-        own = os.environ | {"AUTOACCUM_LEASE_S": "1.0", "OMP_NUM_THREADS": "1"}
+        own = os.environ | {"OMP_NUM_THREADS": "1"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, "-c", SCRIPT, str(self.checkpoints), str(windows)]
         with said.open("w") as stderr:
@@ -84,7 +86,7 @@ class Pair:
     def begin_and_hold(self) -> None:
         """Let the first begin, and wait until it holds the folder."""
         self.begin(0)
-        _wait(lambda: self.processes[0].poll() is not None or any(self.checkpoints.glob(".lease-*")))
+        _wait(lambda: self.processes[0].poll() is not None or any(self.checkpoints.glob(".lock")))
 
     def ended(self) -> bool:
         """Wait for all to end; return whether they did."""
@@ -112,7 +114,7 @@ class Pair:
             found += [f"said {word!r}" for word in NEVER_SAID if word in text]
         if not found and self.result() != expected:
             found.append("not the undisturbed run")
-        left = [path.name for path in self.checkpoints.iterdir() if not path.name.startswith("step-")]
+        left = [path.name for path in self.checkpoints.iterdir() if not path.name.startswith(("step-", ".lock"))]
         return [*found, f"left {', '.join(left)}"] if left else found
 
 
@@ -139,7 +141,7 @@ def apart(pair: Pair, pause: Callable[[float], None]) -> None:
 
 
 def suspended(pair: Pair, pause: Callable[[float], None]) -> None:
-    """The first is suspended while training, and wakes while the second waits, trains, or has finished."""
+    """The first is suspended while training, and wakes while the second waits, or has given way."""
     pair.begin_and_hold()
     pause(1.5)
     pair.processes[0].send_signal(signal.SIGSTOP)

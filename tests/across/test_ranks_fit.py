@@ -1,11 +1,15 @@
 """`fit` on several ranks: the gradient of the global window, and every rank the same after each update."""
 
+import fcntl
+import threading
+
 import pytest
 import torch
 
 import autoaccum
 import rank_training
 from helpers import a_few_of
+from long_runs import checkpoints
 from rank_training import FAR, assert_alike, assert_trained_as, far
 
 
@@ -166,7 +170,7 @@ def test_error_of_the_users_own_on_one_rank_arrives_there_and_is_told_to_the_oth
     assert isinstance(answers[who], ZeroDivisionError)
     assert isinstance(answers[1 - who], autoaccum.RankFailedError)
     assert f"rank {who}: ZeroDivisionError: the user's own" in str(answers[1 - who])
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]  # which all had done, and saved together
+    assert checkpoints(tmp_path) == ["step-00000002"]  # which all had done, and saved together
 
 
 @pytest.mark.parametrize("target", ["target_batch", "target_tokens"])
@@ -207,18 +211,24 @@ def test_each_rank_finds_its_own_cut_and_the_gradient_is_that_of_the_window(crew
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
 
 
-@pytest.mark.parametrize("is_alive", [False, True])
-def test_checkpoint_folder_that_another_machine_holds_is_waited_for_by_all_ranks_and_none_hangs(
-    crew, tmp_path, is_alive
-):
-    answers = crew.answers("rank_lease:train", str(tmp_path), is_alive=is_alive, size=2)
+@pytest.mark.parametrize("ends", [True, False])
+def test_checkpoint_folder_that_another_process_holds_is_waited_for_by_all_ranks_and_none_hangs(crew, tmp_path, ends):
+    holder = (tmp_path / ".lock").open("w")
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    print("process 7 on node1", file=holder, flush=True)
+    release = threading.Timer(3.0 if ends else 3600.0, holder.close)
+    release.start()
 
-    if is_alive:
+    answers = crew.answers("rank_training:in_folder", str(tmp_path), patience_s=600 if ends else 3, size=2)
+
+    release.cancel()
+    holder.close()
+    if ends:
+        assert [answer["steps"] for answer in answers] == [2, 2]
+        assert checkpoints(tmp_path) == ["step-00000002"]
+    else:
         assert all(isinstance(answer, autoaccum.CheckpointInUseError) for answer in answers), answers
         assert all("process 7 on node1" in str(answer) for answer in answers)
-    else:
-        assert [answer["steps"] for answer in answers] == [2, 2]
-        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(("on_nan", "error"), [("stop", "NotFiniteError: step 6: not finite"), ("warn", "none")])

@@ -127,3 +127,18 @@ def test_process_that_was_forked_meanwhile_is_ended_by_sigterm_as_ever():
         _, status = os.waitpid(process, 0)
 
     assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_handler_of_the_parent_does_not_hold_back_signals_of_a_process_forked_in_a_block():
+    with held():
+        process = os.fork()
+        if process == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(0)
+            finally:
+                os._exit(3)
+        _, status = os.waitpid(process, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0

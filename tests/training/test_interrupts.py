@@ -12,7 +12,7 @@ from autoaccum._engine.window import Engine
 from long_runs import Run, checkpoints
 
 _PRESSES = """
-    import os, random, resource, signal, sys, tempfile, threading, time
+    import fcntl, os, random, resource, signal, sys, tempfile, threading, time
     import torch
     from torch import nn
     import autoaccum
@@ -61,7 +61,9 @@ _PRESSES = """
         assert now() == before, now()
         fit(folder, 1)
         assert now() == before, now()
-        assert not [name for name in os.listdir(folder) if "lease" in name]
+        held = os.open(os.path.join(folder, ".lock"), os.O_RDWR)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(held)
 """
 
 
