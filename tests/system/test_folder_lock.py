@@ -156,8 +156,7 @@ def test_process_forked_from_the_holder_writes_nothing_and_releases_nothing(tmp_
         assert in_a_fork(write) == 0
         assert contents_of(tmp_path) == before
         lock.check()
-        other = (tmp_path / ".lock").open("w")
-        with pytest.raises(BlockingIOError):
+        with (tmp_path / ".lock").open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
