@@ -22,8 +22,8 @@ from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import BeginAgain
+from autoaccum._loss.known_shares import Nothing
 from autoaccum._loss.sample_choices import choices
-from autoaccum._loss.window_weights import Nothing
 from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError, StartAgainError
