@@ -61,6 +61,14 @@ class Passes(Protocol):
             torch.OutOfMemoryError: One of them lacks memory for the pass.
         """
 
+    def prepare(self, window: Window | None, size: int) -> None:
+        """Try the losses on samples of all, unless they were tried: this process's own are of a window, if it has any.
+
+        Args:
+            window: The samples.
+            size: The most samples that are known to fit in a pass.
+        """
+
     def evaluation_pass(self, size: int) -> AbstractContextManager[None]:
         """Wait until all are ready for a forward pass of an evaluation, which ranks without data join too."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -140,8 +141,12 @@ class Evaluator:
             metric.reset()
         self.has_loss = None
         with self._evaluating():
-            for batch in batches:
-                window = Window.of_checked([batch], step.objective.split)
+            windows = (Window.of_checked([batch], step.objective.split) for batch in batches)
+            if step.passes is not None:  # it may come before any window, where a run goes on with it
+                first = list(itertools.islice(windows, 1))
+                step.passes.prepare(*(first or [None]), trained_size or 1)
+                windows = itertools.chain(first, windows)
+            for window in windows:
                 self._one_batch(window, sums)
                 samples += window.samples
             if step.passes is not None:
