@@ -142,11 +142,12 @@ class Evaluator:
         self.has_loss = None
         with self._evaluating():
             windows = (Window.of_checked([batch], step.objective.split) for batch in batches)
+            first = next(windows, None)
             if step.passes is not None:  # it may come before any window, where a run goes on with it
-                first = list(itertools.islice(windows, 1))
-                step.passes.prepare(*(first or [None]), trained_size or 1)
-                windows = itertools.chain(first, windows)
-            for window in windows:
+                step.passes.prepare(first, trained_size or 1)
+            found = itertools.chain([] if first is None else [first], windows)
+            del first  # a batch, of which the memory is needed
+            for window in found:
                 self._one_batch(window, sums)
                 samples += window.samples
             if step.passes is not None:
