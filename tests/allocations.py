@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from autoaccum._data.batches import count
 from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._engine.gradients import PartResult
-from autoaccum._loss.window_weights import Alone
+from autoaccum._loss.known_shares import Alone
 from autoaccum._memory.simulated import Simulated
 from put_together import training_step
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import autoaccum
+import rank_entries
 import rank_training
 
 
@@ -111,3 +112,40 @@ def without_room(rank, size, **arguments):
 
 def unsharded(rank, size, *, norm=False, **arguments):
     return rank_training.train(rank, size, model=rank_training.net(norm=norm), **arguments)
+
+
+class EndsAfter(autoaccum.Callback):
+    """Ends a training after a step by an error, as a process does that is killed there."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, report, *, epoch):
+        if report.step == self.step:
+            raise RuntimeError("told to")
+
+
+def evaluation_of_names(rank, size, kind, samples, folder=None, *, ends_after=None):
+    """Train one epoch on named losses; return the losses of the evaluation at its end, None if it did not come."""
+    model = sharded(rank_training.net())
+    try:
+        result = autoaccum.fit(
+            model,
+            DataLoader(rank_training.texts(), batch_size=7),
+            target_batch=25,
+            micro_batch=5,
+            loss=rank_entries.LOSSES[kind],
+            optimizer=rank_training.sgd,
+            epochs=1,
+            shard=True,
+            device="cpu",
+            progress=False,
+            checkpoint=folder,
+            checkpoint_every=None if folder is None else 1,
+            callbacks=[] if ends_after is None else [EndsAfter(ends_after)],
+            val_loader=DataLoader(rank_training.texts(samples, seed=5), batch_size=3),
+        )
+    except RuntimeError:
+        return None
+    (evaluation,) = result.evaluations
+    return evaluation.loss, dict(evaluation.losses)

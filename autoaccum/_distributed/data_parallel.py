@@ -403,12 +403,12 @@ class RankPeers(Peers):
             knows = knowledge.needs_no_check or (knowledge.is_torch_loss and knowledge.is_checked)
             self.samples_to_try = self._samples_to_try(window, sends=not knows)
 
-    def _samples_to_try(self, window: Window, *, sends: bool) -> Window | None:
+    def _samples_to_try(self, window: Window | None, *, sends: bool) -> Window | None:
         """Return samples of several ranks, the same on each, so that all learn the same of the losses."""
         with self._step.memory.lifted():  # samples are few, and on the host
-            sends &= bool(window.samples)
             most = -(-MOST_SAMPLES // self.ranks.size) if self.ranks.rank < MOST_SAMPLES else 0
-            said = self.ranks.exchange("samples", _sendable(window, most) if sends else ([], {}))
+            own = _sendable(window, most) if sends and window is not None and window.samples else ([], {})
+            said = self.ranks.exchange("samples", own)
         found = [piece for pieces, _ in said for piece in pieces]
         self._step.objective.knowledge.counted = sums([counts for _, counts in said])
         return Window(found, self._step.objective.split) if found else None

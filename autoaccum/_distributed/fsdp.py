@@ -22,8 +22,8 @@ from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import BeginAgain
+from autoaccum._loss.known_shares import Nothing
 from autoaccum._loss.sample_choices import choices
-from autoaccum._loss.window_weights import Nothing
 from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError, StartAgainError
@@ -196,13 +196,18 @@ class ShardedRankPeers(RankPeers):
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
     def _prepare(self, window: Window) -> None:
-        """Try the losses on the same samples on all ranks, in the first window: a pass that fails ends them all."""
+        """Try the losses in the first window."""
+        self.prepare(window, self._sizing.plan.micro_batch)
+
+    def prepare(self, window: Window | None, size: int) -> None:
+        """As for `Passes`: on the same samples on all ranks, since a pass that fails ends them all."""
         knowledge = self._step.objective.knowledge
         if self._sample is not None and (knowledge.is_checked or knowledge.is_stated):
             return
+        has_samples = window is not None and bool(window.samples)
         asked = self._samples_to_try(window, sends=True)
         if asked is None:
-            if window.samples:
+            if has_samples:
                 raise InvalidInputError(
                     "ranks that hold shards of a model send each other samples, and those of this loader cannot be "
                     "pickled"
@@ -210,14 +215,14 @@ class ShardedRankPeers(RankPeers):
             return
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         # No more than a pass of the training, and the same on all ranks, whose parts may differ in size.
-        passes = self.ranks.exchange("size", self._sizing.plan.micro_batch if window.samples else None)
+        passes = self.ranks.exchange("size", size if has_samples else None)
         most = max(_LEAST, min(size for size in passes if size is not None))
         asked, _ = next(choices(asked, most), (asked.part(0, most), 0))
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=False):
             self.ranks.exchange("pass")
-            with self._in_pass(self._sizing.plan.micro_batch):
+            with self._in_pass(size):
                 step.stage.phase = Phase.WEIGH
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
                 objective.check(asked, step.transfer.place, step.savepoint, step.precision.autocast)

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from autoaccum._engine.out_of_memory import Witness
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.window_checks import GradientChecks
+    from autoaccum._loss.known_shares import Alone
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.objective import Objective
-    from autoaccum._loss.window_weights import Alone, WindowWeights
+    from autoaccum._loss.window_weights import WindowWeights
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 
@@ -58,6 +59,14 @@ class Passes(Protocol):
 
         Raises:
             torch.OutOfMemoryError: One of them lacks memory for the pass.
+        """
+
+    def prepare(self, window: Window | None, size: int) -> None:
+        """Try the losses on samples of all, unless they were tried: this process's own are of a window, if it has any.
+
+        Args:
+            window: The samples.
+            size: The most samples that are known to fit in a pass.
         """
 
     def evaluation_pass(self, size: int) -> AbstractContextManager[None]:

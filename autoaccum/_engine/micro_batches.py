@@ -19,9 +19,10 @@ from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.explaining import OF_SPLIT
+from autoaccum._loss.known_shares import Alone, BySamples, go_by_samples
 from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum._loss.summands import is_same
-from autoaccum._loss.window_weights import Alone, BySamples, WindowWeights, go_by_samples
+from autoaccum._loss.window_weights import WindowWeights
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
 

@@ -21,7 +21,7 @@ from autoaccum._engine.optimizer_step import OptimizerCopy
 from autoaccum._engine.options import Options
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._loss.window_weights import Alone
+from autoaccum._loss.known_shares import Alone
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum._records import ProbeResult, Trial

@@ -29,9 +29,9 @@ from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss import reported
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.graph_reader import nodes_of
+from autoaccum._loss.known_shares import Alone
 from autoaccum._loss.loss_sources import no_gradient
 from autoaccum._loss.loss_values import is_pair
-from autoaccum._loss.window_weights import Alone
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.calls import Calls
+from autoaccum._loss.known_shares import Alone
 from autoaccum._loss.objective import Objective
-from autoaccum._loss.window_weights import Alone
 from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
 

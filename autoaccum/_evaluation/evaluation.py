@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -20,7 +21,7 @@ from autoaccum._engine.out_of_memory import TRIES_TO_WEIGH, Phase, resolvable_oo
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._evaluation.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
 from autoaccum._evaluation.parts_that_fit import PartsThatFit
-from autoaccum._loss.evaluated import is_ambiguous, is_read, sum_and_weight
+from autoaccum._loss.evaluated import Share, is_ambiguous, is_read, share_of
 from autoaccum._loss.knowledge import RecheckWindow
 from autoaccum._loss.loss_values import in_full, is_pair
 from autoaccum._loss.modes import evaluation_mode
@@ -49,22 +50,29 @@ _TRIES = 2
 _LOSS, _REPORTED, _METRIC = "loss", "reported", "metric"
 
 
-class _Sums(dict[tuple[str, str], tuple[Any, Any]]):
-    """Sums and weights of losses, of values that a loss only reports, and of metrics; by these kinds and names."""
+class _Sums(dict[tuple[str, str], tuple[Any, Any, float]]):
+    """Of losses, of values that a loss only reports, and of metrics, by these kinds and names.
 
-    def add(self, kind: str, name: str, total: Any, weight: Any) -> None:
-        before = self.get((kind, name), (0.0, 0.0))
+    Each has a sum, its weight, and the least that the weight of all can be.
+    """
+
+    def add(self, kind: str, name: str, total: Any, weight: Any, least: float = 0.0) -> None:
+        before = self.get((kind, name), (0.0, 0.0, 0.0))
         # A pair's weight may be a whole number or in half precision, in which many would be rounded.
         weight = in_full(weight) if isinstance(weight, Tensor) else weight
-        self[kind, name] = before[0] + total, before[1] + weight
+        self[kind, name] = before[0] + total, before[1] + weight, max(before[2], least, key=abs)
 
-    def add_all(self, others: Mapping[tuple[str, str], tuple[Any, Any]]) -> None:
+    def add_all(self, others: Mapping[tuple[str, str], tuple[Any, Any, float]]) -> None:
         for key, share in others.items():
             self.add(*key, *share)
 
     def means(self, *kinds: str) -> dict[str, float]:
         """Return means by name; NaN, as in torch, if nothing has counted. Waits for the device."""
-        found = {name: (float(total), float(weight)) for (kind, name), (total, weight) in self.items() if kind in kinds}
+        found = {
+            name: (float(total), max(float(weight), least, key=abs))
+            for (kind, name), (total, weight, least) in self.items()
+            if kind in kinds
+        }
         return {name: total / weight if weight else math.nan for name, (total, weight) in found.items()}
 
 
@@ -131,14 +139,19 @@ class Evaluator:
             metric.reset()
         self.has_loss = None
         with self._evaluating():
-            for batch in batches:
-                window = Window.of_checked([batch], step.objective.split)
+            windows = (Window.of_checked([batch], step.objective.split) for batch in batches)
+            first = next(windows, None)
+            if step.passes is not None:  # it may come before any window, where a run goes on with it
+                step.passes.prepare(first, trained_size or 1)
+            found = itertools.chain([] if first is None else [first], windows)
+            del first  # a batch, of which the memory is needed
+            for window in found:
                 self._one_batch(window, sums)
                 samples += window.samples
             if step.passes is not None:
                 step.passes.evaluate_with_others(self._passes)
         if self._ranks is not None:
-            mine = {key: (float(total), float(weight)) for key, (total, weight) in sums.items()}
+            mine = {key: (float(total), float(weight), least) for key, (total, weight, least) in sums.items()}
             said = self._ranks.exchange("evaluation", (mine, samples, self.has_loss))
             sums, samples = _Sums(), sum(number for _, number, _ in said)
             for others, _, has_loss in said:
@@ -309,15 +322,15 @@ class Evaluator:
         for loss in values:
             if not loss.is_reported:
                 is_known = self._may_check or loss.weight is not None or loss.name in knowledge.summands
-                shares.append(sum_and_weight(knowledge, loss, part) if is_known else (samples, samples))
-                sums.add(_LOSS, loss.name, _times(loss.value, shares[-1][0]), shares[-1][1])
+                shares.append(share_of(knowledge, loss, part) if is_known else Share(samples, samples))
+                sums.add(_LOSS, loss.name, _times(loss.value, shares[-1].factor), *shares[-1][1:])
         # A number reported beside a loss is weighted as that.
         is_sum = bool(knowledge.summands) and knowledge.adds_all
-        usual = shares[0] if len(shares) == 1 else (1.0 if is_sum else samples, samples)
+        usual = shares[0] if len(shares) == 1 else Share(1.0 if is_sum else samples, samples)
         for one in values:
             if one.is_reported:
-                factor, weight = usual if one.weight is None else sum_and_weight(knowledge, one, part)
-                sums.add(_REPORTED, one.name, _times(one.value, factor), weight)
+                share = usual if one.weight is None else share_of(knowledge, one, part)
+                sums.add(_REPORTED, one.name, _times(one.value, share.factor), *share[1:])
 
 
 def check_losses(step: GradientStep, window: Window) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
     from autoaccum._loss.summands import Known
 
 
+class Share(NamedTuple):
+    """How a loss of some samples counts in the mean over all.
+
+    Attributes:
+        factor: What it is multiplied by for its sum.
+        weight: What the samples add to the weight of all.
+        least: The least in magnitude that the weight of all can be: k, in max(k, n).
+    """
+
+    factor: Any
+    weight: Any
+    least: float = 0.0
+
+
 def is_read(knowledge: LossKnowledge) -> bool:
     """Whether the graph of a loss says its weight, so that an evaluation needs one."""
     return any(known.source is Source.GRAPH and known.is_weighed for _, known in knowledge.items())
@@ -38,46 +52,43 @@ def is_ambiguous(knowledge: LossKnowledge, window: Window) -> bool:
     return any(not _are_same(_weights_of(known, window).values()) for known in hinted) and knowledge.asks_again(hinted)
 
 
-def sum_and_weight(knowledge: LossKnowledge, loss: LossValue, window: Window) -> tuple[Any, Any]:
-    """Return what a loss of some samples is multiplied by for its sum, and the weight of that.
+def share_of(knowledge: LossKnowledge, loss: LossValue, window: Window) -> Share:
+    """Return how a loss of some samples counts.
 
     Raises:
         RecheckWindow: It is not what is known of it.
     """
     if loss.weight is not None:
-        return (1.0 if loss.is_sum else loss.weight), loss.weight
+        return Share(1.0 if loss.is_sum else loss.weight, loss.weight)
     known = knowledge.summands.get(loss.name)
     if known is None:
         raise RecheckWindow(changed(loss.name, "was not there when it was checked"))
     return _of_number(knowledge, loss, known, window)
 
 
-def _of_number(knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window) -> tuple[Any, Any]:
-    """Return how a loss counts that is a number, as `sum_and_weight` does."""
+def _of_number(knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window) -> Share:
+    """Return how a loss counts that is a number."""
     samples = float(window.samples)
     if (number := known[0].number) is not None:
         span = window.spans[0]
         value = numbers_in(span.piece.batch)[number]
-        return value, value * span.samples / span.piece.samples
+        return Share(value, value * span.samples / span.piece.samples)
     if not any(one.is_weighed for one in known):
-        return 1.0, samples
+        return Share(1.0, samples)
     if len(known) > 1:
         return _of_several(knowledge, loss, known, window)
     (only,) = known
     if only.source is Source.GRAPH and not loss.value.requires_grad:
-        weight = _without_graph(knowledge, loss, only, window)
-        return weight, weight
+        return _without_graph(knowledge, loss, only, window)
     weights = WindowWeights(knowledge, window)
     weights.enter(0, window.samples, None)
     (divisor,) = weights.note(loss)
     if not isinstance(divisor, Tensor) and math.isinf(divisor):
-        return samples, samples  # what is multiplied by 0 is 0
-    return divisor, weights.weight_of(loss.name)
+        return Share(samples, samples)  # what is multiplied by 0 is 0
+    return Share(divisor, *weights.total_of(loss.name))
 
 
-def _of_several(
-    knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window
-) -> tuple[float, float]:
+def _of_several(knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window) -> Share:
     """Return how a loss of several summands counts, whose values are not known: by what all share, or by samples."""
     weight = float(window.samples)
     if loss.value.requires_grad:
@@ -87,17 +98,17 @@ def _of_several(
         if all(one.reduction is Reduction.MEAN and one.per_sample for one in known):
             units = [abs(float(weight)) / one.per_sample for weight, one in zip(noted, known, strict=True)]
             if all(is_same(one, units[0]) for one in units):
-                return units[0], units[0]
+                return Share(units[0], units[0])
         weight = 0.0 if not all(noted) and bool(loss.value.detach().isnan()) else weight
     knowledge.said.warn(
         f"loss {loss.name!r} has terms that are divided by numbers of their own, of which an evaluation knows the sum "
         "alone: it weighs micro-batches by their samples; return the terms by name"
     )
-    return weight, weight
+    return Share(weight, weight)
 
 
-def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, window: Window) -> float:
-    """Return the weight of a loss that the model computes itself: by what it was in training."""
+def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, window: Window) -> Share:
+    """Return how a loss counts that the model computes itself: by what it was divided by in training."""
     value = loss.value.detach()
     weights = _weights_of(known, window)
     if not weights:
@@ -105,10 +116,10 @@ def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, wind
             f"loss {loss.name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
             "the evaluation's mean weighs micro-batches by their samples"
         )
-        return float(window.samples)
+        return Share(float(window.samples), float(window.samples))
     if not all(weights.values()):
         if math.isnan(number := float(value)):
-            return 0.0
+            return Share(0.0, 0.0)
         # Something counts where a mean is not 0.
         weights = {count: n for count, n in weights.items() if n or not number} or weights
     if not _are_same(weights.values()):
@@ -117,7 +128,8 @@ def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, wind
             f"what loss {loss.name!r} is divided by could be {counts}, which differ in an evaluation: it weighs "
             "micro-batches by the least; return a (sum, weight) pair"
         )
-    return min(weights.values())
+    weight, least = min(weights.values()), known.least * (known.per_divisor or 1.0)
+    return Share(max(weight, least, key=abs), weight, least)
 
 
 def _weights_of(known: Known, window: Window) -> dict[Count, float]:

@@ -16,8 +16,9 @@ from autoaccum._loss.loss_values import in_full
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from autoaccum._loss.known_shares import Alone
     from autoaccum._loss.loss_values import LossValue
-    from autoaccum._loss.window_weights import Alone, WindowWeights
+    from autoaccum._loss.window_weights import WindowWeights
 
 # Kinds of named numbers that ranks sum over a window. Those up to WEIGHT are multiplied by the weight of a rank's part;
 # the others are summed unweighted.

@@ -143,6 +143,8 @@ def is_same(weight: float, other: float, tolerance: float = SAME_WEIGHT) -> bool
 
 def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] | None:
     """Return what two checks, or two ranks, know of the summands of a loss; None if they contradict each other."""
+    pairs = list(zip(mine, theirs, strict=True))
+    mine, theirs = [_clamped(*pair) for pair in pairs], [_clamped(its, one) for one, its in pairs]
     if [one.kind for one in mine] != [one.kind for one in theirs]:
         sure, its = _is_sure(mine), _is_sure(theirs)
         return None if sure is its else tuple(mine if sure else theirs)
@@ -155,6 +157,16 @@ def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] 
         )
         for one, its in zip(surer, other, strict=True)
     )
+
+
+def _clamped(known: Known, other: Known) -> Known:
+    """Return a sum over k as the mean over max(k, n) that another check has shown, where n was at most k in it."""
+    least = known.least if other.per_divisor else known.per_sample
+    hints = {count: each for count, each in other.hints.items() if count in known.hints}
+    is_least = is_same(least, other.least) if other.least else 1.0 in hints.values()
+    if known.reduction is not Reduction.SUM or other.kind != (Reduction.MEAN, Source.GRAPH) or not (hints and is_least):
+        return known
+    return replace(other, hints=hints, least=least)
 
 
 def narrowed(known: Sequence[Known], by: Sequence[Known]) -> tuple[Known, ...]:

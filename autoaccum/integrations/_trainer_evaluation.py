@@ -18,7 +18,7 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._evaluation.evaluation import check_losses
 from autoaccum._evaluation.parts_that_fit import PartsThatFit
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.evaluated import sum_and_weight
+from autoaccum._loss.evaluated import share_of
 from autoaccum._loss.loss_values import LossValue
 from autoaccum._system.attributes import replaced
 from autoaccum._system.reason_file import writes_reason
@@ -104,7 +104,7 @@ class EvaluationInParts:
         if all(not known.is_weighed for known in knowledge.summands.get(_LOSS, ())):
             return torch.stack(list(losses)).sum()
         values = [LossValue(_LOSS, loss) for loss in losses]
-        weights = [float(sum_and_weight(knowledge, *of_part)[1]) for of_part in zip(values, parts, strict=True)]
+        weights = [float(share_of(knowledge, *of_part).weight) for of_part in zip(values, parts, strict=True)]
         return mean(losses, weights)
 
     @cached_property

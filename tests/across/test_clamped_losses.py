@@ -243,3 +243,35 @@ def test_clamp_of_real_weights_below_1_that_the_batch_does_not_count_is_warned_o
         form = Form(loss, model=Net, cut=(1, 2, 1, 1, 1, 2), lr=1e-3, tolerance=1e-8)
 
         assert outcome(form, by_runner, windows) in ("warned", "refused"), seed
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' divides by more in a micro-batch")  # a k that is new
+@pytest.mark.parametrize("least", [2, 3, 4])
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_later_check_of_few_makes_no_sum_of_a_mean_over_at_least_so_many(least, size, seed):
+    """The 8 samples of a check have no more of them than max(k, n) has at least, and the window has more."""
+    chance = torch.Generator().manual_seed(seed)
+    model, plain = Net().double(), Net().double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def loss(o, b):
+        return (o.square().mean(1) * b["kept"]).sum() / b["kept"].sum().clamp(min=least)
+
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        autoaccum.plan(32, size),
+        forward=lambda model, batch: model(batch["x"]),
+        loss=loss,
+        device="cpu",
+    )
+    for part in (0.8, 0.2, 0.1, 0.2):
+        kept = torch.rand(32, generator=chance) < part
+        batch = {"x": torch.randn(32, 4, generator=chance, dtype=torch.float64), "kept": kept.double()}
+        runner.step(batch)
+        optimizer.zero_grad()
+        loss(plain(batch["x"]), batch).backward()
+        optimizer.step()
+
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-9, atol=1e-12)

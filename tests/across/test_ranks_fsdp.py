@@ -146,6 +146,21 @@ def test_metrics_may_take_a_forward_pass_of_their_own_where_ranks_have_other_num
     assert found[0]["evaluations"][0][2] == sum(lengths)
 
 
+@pytest.mark.parametrize(
+    ("kind", "samples"),  # 3 are on the first rank alone
+    [("detached", 20), *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("detached", 3), ("several", 20)))],
+)
+def test_run_that_goes_on_with_an_evaluation_adds_up_the_losses_that_were_trained(crew, tmp_path, kind, samples):
+    """No window of this process has shown them, nor given a rank without samples any for its passes."""
+    expected = crew.run("sharded_training:evaluation_of_names", kind, samples, size=2)
+    ended = crew.run("sharded_training:evaluation_of_names", kind, samples, tmp_path, ends_after=2, size=2)
+
+    found = crew.run("sharded_training:evaluation_of_names", kind, samples, tmp_path, size=2)
+
+    assert ended == [None, None]
+    assert found == expected
+
+
 def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_would_end_every_rank(crew):
     found = crew.run(
         "sharded_training:greedy_in_evaluation", 3, size=2, target_batch=16, micro_batch=3, shard_data=True

@@ -50,10 +50,10 @@ def micro_accuracy():
     return MulticlassAccuracy(3, average="micro")
 
 
-def runner_of(model, **options):
+def runner_of(model, samples=4, micro_batch=2, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"device": "cpu"} | options
-    return autoaccum.Runner(model, optimizer, autoaccum.plan(4, 2), **settings)
+    return autoaccum.Runner(model, optimizer, autoaccum.plan(samples, micro_batch), **settings)
 
 
 def evaluations_of(model, batches, metrics=None, *, epochs=1, **options):
@@ -224,6 +224,69 @@ def test_mean_over_batches_of_one_sample_each_is_over_their_labelled_tokens(own,
     found = runner_of(model, **({} if own else {"loss": over_tokens})).evaluate(batches)
 
     assert found == pytest.approx(exact(model, (inputs, labels), over_tokens), rel=1e-12)
+
+
+def over_kept(least):
+    def loss(outputs, batch):
+        return (outputs.square().mean(1) * batch["kept"]).sum() / batch["kept"].sum().clamp(min=least)
+
+    return loss
+
+
+class OfKept(nn.Linear):
+    """Returns its own mean over what a mask keeps, at least so many."""
+
+    def __init__(self, least):
+        super().__init__(4, 3, dtype=torch.float64)
+        self.loss = over_kept(least)
+
+    def forward(self, inputs, kept):
+        return {"loss": self.loss(super().forward(inputs), {"kept": kept})}
+
+
+def kept_of(samples, **rows):
+    """A batch with masks that keep these rows."""
+    masks = {name: torch.isin(torch.arange(samples), torch.tensor(own)).double() for name, own in rows.items()}
+    return {"inputs": torch.randn(samples, 4, dtype=torch.float64), **masks}
+
+
+def parts_of(batch, size):
+    return [{name: part[at : at + size] for name, part in batch.items()} for at in range(0, len(batch["inputs"]), size)]
+
+
+def of_inputs(model, batch):
+    return model(batch["inputs"])
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' divides by more in a micro-batch")  # a k that is new
+@pytest.mark.parametrize("own", [True, False], ids=["of the model", "a function"])
+@pytest.mark.parametrize("least", [1, 2, 3])
+@pytest.mark.parametrize("kept", [(1, 4, 5), (5,), ()], ids=["few in each batch", "one in all", "none"])
+def test_mean_over_at_least_so_many_is_that_of_training_where_fewer_count(own, least, kept):
+    loss, model = over_kept(least), OfKept(least) if own else nn.Linear(4, 3).double()
+    runner = runner_of(model, 16, 8, **({} if own else {"loss": loss, "forward": of_inputs}))
+    runner.step(kept_of(16, kept=[*range(4, 16)]))
+    runner.step(kept_of(16, kept=[*range(8)]))  # none in the second micro-batch
+    whole = kept_of(12, kept=kept)
+
+    found = runner.evaluate(parts_of(whole, 3))
+
+    outputs = functional.linear(whole["inputs"], model.weight, model.bias)
+    assert found == pytest.approx(loss(outputs, whole).item(), rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' divides by more in a micro-batch")  # and other masks
+@pytest.mark.parametrize("size", [3, 12])
+def test_check_that_an_evaluation_asks_for_makes_no_sum_of_a_mean(size):
+    """Masks that were alike until now are not, and no more are kept than max(3, n) has at least."""
+    loss, model = over_kept(3), nn.Linear(4, 3).double()
+    runner = runner_of(model, 16, 8, loss=loss, forward=of_inputs)
+    runner.step(kept_of(16, kept=[*range(4, 16)], others=[*range(4, 16)]))
+    whole = kept_of(12, kept=[0, 4, 8], others=[0, 1, 4, 7, 8, 11])
+
+    found = runner.evaluate(parts_of(whole, size))
+
+    assert found == pytest.approx(loss(of_inputs(model, whole), whole).item(), rel=1e-12)
 
 
 class OfRows(nn.Linear):

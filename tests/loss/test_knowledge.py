@@ -6,7 +6,7 @@ import autoaccum
 from autoaccum._loss.knowledge import LossKnowledge
 from autoaccum._loss.summands import ADDED, BY_SAMPLES, Known, Reduction
 
-LABELS, ROWS = ("labels", "[1]"), ("samples", "")
+LABELS, ROWS, KEPT = ("labels", "[1]"), ("samples", ""), ("the sum", "kept")
 
 
 def knowing(**summands):
@@ -42,6 +42,22 @@ def test_ranks_that_contradict_each_other_are_refused():
 
     with pytest.raises(autoaccum.InvalidInputError, match="a sum, and a mean; return the same form on all"):
         first.adopt([first.shared(), second.shared()])
+
+
+def test_rank_that_sees_only_k_of_a_clamp_believes_one_that_sees_the_count():
+    few = Known(Reduction.SUM, hints={KEPT: 1.0}, least=3.0, per_sample=3.0)
+    first, second = (
+        knowing(loss=few),
+        knowing(loss=Known(Reduction.MEAN, hints={KEPT: 1.0, ROWS: 2.0}, per_divisor=1.0)),
+    )
+    said = [first.shared(), second.shared()]
+
+    first.adopt(said)
+    second.adopt(said)
+
+    (known,) = first.summands["loss"]
+    assert (known.reduction, known.hints, known.least) == (Reduction.MEAN, {KEPT: 1.0}, 3.0)
+    assert first.summands == second.summands
 
 
 def test_losses_that_arguments_state_need_no_check():

@@ -133,6 +133,14 @@ def test_weights_that_cancel_in_a_micro_batch_are_refused(checked):
         _stepped(_signed, (_inputs(), SIGNED), (2,) * 6, before=before)
 
 
+@pytest.mark.parametrize(("checked", "said"), [(0, "not finite from the start"), (2, "look for NaN among the weights")])
+def test_nan_among_the_weights_is_refused(checked, said):
+    before = [(_inputs(), SIGNED.abs())] * checked
+    weights = SIGNED.abs().index_fill(0, torch.tensor(5), torch.nan)
+    with pytest.raises(autoaccum.InvalidInputError, match=said):
+        _stepped(_signed, (_inputs(), weights), (2,) * 6, before=before)
+
+
 def test_weights_that_cancel_are_exact_as_a_pair():
     def pair(outputs, weights):
         return (outputs.square().mean(1) * weights).sum(), weights.sum()

@@ -1,5 +1,6 @@
 """Sums with weights: every loss of several summands is exact, or said not to be."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -273,6 +274,29 @@ def test_window_that_is_made_again_draws_what_it_drew_before():
     made.accumulator.backward(torch.randn(60, 10).double())
 
     assert drawn[-3:] == drawn[-6:-3]
+
+
+def test_window_of_a_loss_that_is_there_in_some_passes_alone_ends():
+    calls = []
+
+    def loss(outputs, batch):
+        calls.append(None)
+        found = {"a": (outputs.square().sum(), outputs.numel()), "b": (outputs.abs().sum(), len(outputs))}
+        return found if torch.is_grad_enabled() else {"a": found["a"]}
+
+    model = nn.Linear(10, 2)
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        autoaccum.plan(12, 4),
+        loss=loss,
+        forward=lambda model, batch: model(batch["x"]),
+        device="cpu",
+    )
+    with contextlib.suppress(autoaccum.InvalidInputError):
+        runner.step({"x": torch.randn(12, 10)})
+
+    assert len(calls) < 30
 
 
 @pytest.mark.parametrize("factor", [-1.0, 2.0])
