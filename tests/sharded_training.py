@@ -137,7 +137,7 @@ def evaluation_of_names(rank, size, kind, samples, folder=None, *, ends_after=No
             loss=rank_entries.LOSSES[kind],
             optimizer=rank_training.sgd,
             epochs=1,
-            shard=True,
+            shard_data=True,
             device="cpu",
             progress=False,
             checkpoint=folder,
