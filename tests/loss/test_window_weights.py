@@ -195,6 +195,28 @@ def test_any_number_of_divisors_is_exact_though_the_batch_counts_none(counts):
         made.assert_exact(torch.randn(60, 10).double())
 
 
+def test_divisors_that_no_count_predicts_are_learned_by_forward_passes_first_and_no_window_is_made_again():
+    torch.manual_seed(0)
+    backwards = []
+
+    def loss(model, inputs):
+        outputs = model["all"](inputs)
+        kept = (inputs[:, :2] > 0).double()
+        return sum((outputs[:, n].square() * kept[:, n]).sum() / kept[:, n].sum() for n in range(2))
+
+    made = Trained(loss, Called({"all": nn.Linear(10, 2)}).double(), 20)
+    made.model["all"].weight.register_hook(lambda _: backwards.append(1))
+    for _ in range(5):
+        made.assert_exact(torch.randn(60, 10).double())
+
+    made.passes = 0
+    backwards.clear()
+    made.assert_exact(torch.randn(60, 10).double())
+
+    assert made.passes == 2 * 3
+    assert len(backwards) == 3 + 1  # of the micro-batches, and of the whole to compare
+
+
 @pytest.mark.parametrize("penalty", [torch.abs, torch.square])
 def test_penalty_on_parameters_counts_once(penalty):
     torch.manual_seed(0)
