@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -15,13 +16,14 @@ from autoaccum._arguments import check_choice, shown
 from autoaccum.errors import InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 # The most tokens computed at once: more take more memory, and are no faster (benchmarks/results/chunked_loss.json).
 CHUNK = 1024
 # Fewer tokens than four chunks are computed in four parts, but of no fewer than these: kernels become small, and the
 # head's weight is read for each.
 _LEAST, _PARTS = 256, 4
+_IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class ChunkedLoss(nn.Module):
@@ -93,13 +95,56 @@ class ChunkedLoss(nn.Module):
             self.head,
             hidden,
             labels,
-            held=list(self.head.parameters()),
+            held=Held(self.head),
             is_alone=True,
             asked="a loss in chunks",
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+        )
+
+    def log_probs(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Return the log-probability of a class for each token, whose logits are never there together either.
+
+            loss.log_probs(hidden, ids)  # head(hidden).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+        Gradients are those of whole logits; under `torch.no_grad` there are none, as for a reference model. The loss's
+        `weight`, `reduction` and `label_smoothing` do not count.
+
+        Args:
+            hidden: The head's inputs, shape (..., features), in the head's type, or in any under autocast.
+            ids: The class of each token, integers of shape (...). Where it is `ignore_index`, 0 is returned.
+
+        Returns:
+            Shape (...), in float32, or in float64 if the logits are. The device is waited for once.
+
+        Raises:
+            InvalidInputError: The shapes or the types do not agree, or an id is no class.
+        """
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or not hidden.dim():
+            raise InvalidInputError(
+                f"hidden={shown(hidden)}: pass the head's inputs, floating-point numbers of shape (..., features)"
+            )
+        if not isinstance(ids, Tensor) or ids.dtype not in _IDS or ids.shape != hidden.shape[:-1]:
+            found = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else shown(ids)
+            raise InvalidInputError(
+                f"ids are {found}; pass the class of each token, integers of shape {tuple(hidden.shape[:-1])}"
+            )
+        check_head(self.head, hidden)
+        return -chunked_cross_entropy(
+            self.head,
+            self.head,
+            hidden,
+            ids,
+            held=Held(self.head),
+            is_alone=True,
+            asked="log-probabilities in chunks",
+            weight=None,
+            ignore_index=self.ignore_index,
+            reduction="none",
+            label_smoothing=0.0,
+            check=range_check(ids.where(ids != self.ignore_index, 0)),
         )
 
 
@@ -109,25 +154,26 @@ def chunked_cross_entropy(
     hidden: Tensor,
     labels: Tensor,
     *,
-    held: Sequence[Tensor],
+    held: Held,
     is_alone: bool,
     asked: str,
     weight: Tensor | None,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
+    check: Callable[[Tensor], object] = lambda _: None,
 ) -> Tensor:
     """Return the cross entropy as `ChunkedLoss` does, of logits that `make` makes of some tokens.
 
     The layer `head` does so with the parameters in `held`; if it `is_alone`, kernels may take its weight. `asked` is
-    what to call this in an error.
+    what to call this in an error. Logits of each chunk are passed to `check`.
     """
     if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
         raise InvalidInputError(
             f"a loss in chunks takes the class of each token, as integers of shape {tuple(hidden.shape[:-1])}, and the "
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}; pass other labels, or use nn.CrossEntropyLoss"
         )
-    _check_held(head, held, asked)
+    held.check(head, asked)
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     counts = classes != ignore_index
     is_plain = is_alone and weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
@@ -136,10 +182,11 @@ def chunked_cross_entropy(
         summed = functional.pad(by_liger(head, rows, classes, ignore_index).reshape(1), (0, 1)).sum()
         return summed if reduction == "sum" else summed / counts.sum()
 
-    def losses_of(rows: Tensor, classes: Tensor) -> Tensor:
-        _check_held(head, held, asked)
+    def losses_of(rows: Tensor, classes: Tensor) -> tuple[Tensor]:
+        held.check(head, asked)
         logits = make(rows)
-        return functional.cross_entropy(
+        check(logits)
+        losses = functional.cross_entropy(
             logits if logits.dtype is torch.float64 else logits.float(),
             classes,
             weight=None if weight is None else weight.to(logits.device),
@@ -147,11 +194,9 @@ def chunked_cross_entropy(
             reduction="none",
             label_smoothing=label_smoothing,
         )
+        return (losses,)
 
-    size = min(CHUNK, max(-(-len(classes) // _PARTS), _LEAST))
-    compute = functools.partial(checkpoint, losses_of, use_reentrant=False) if torch.is_grad_enabled() else losses_of
-    chunks = zip(torch.split(rows, size), torch.split(classes, size), strict=True)
-    losses = torch.cat([compute(some, their) for some, their in chunks])
+    (losses,) = in_chunks(losses_of, rows, classes)
     if reduction == "none":
         return losses.view(labels.shape)
     if reduction == "sum":
@@ -163,12 +208,77 @@ def chunked_cross_entropy(
     return functional.nll_loss(-losses.unsqueeze(1), torch.where(counts, 0, -100))
 
 
-def _check_held(head: nn.Module, held: Sequence[Tensor], asked: str) -> None:
-    if not all(map(is_, head.parameters(), held)):
-        raise SavingRefusedError(
-            f"{asked}: the head has other parameters where its logits are computed than where it was called "
-            "(torch.func.functional_call puts them in for a call alone); compute the loss of whole logits"
+def in_chunks(compute: Callable[..., tuple[Tensor, ...]], *by_token: Tensor) -> tuple[Tensor, ...]:
+    """Return what `compute` makes of tensors of the same tokens, shape (tokens, ...), a chunk at a time.
+
+    For a gradient, each chunk is computed once more in the backward pass.
+    """
+    size = min(CHUNK, max(-(-len(by_token[0]) // _PARTS), _LEAST))
+    some = functools.partial(checkpoint, compute, use_reentrant=False) if torch.is_grad_enabled() else compute
+    chunks = zip(*(torch.split(one, size) for one in by_token), strict=True)
+    return tuple(map(torch.cat, zip(*(some(*chunk) for chunk in chunks), strict=True)))
+
+
+class Held:
+    """The parameters that a head computes with, and what else must stay as it is until the last chunk is computed."""
+
+    def __init__(self, head: nn.Module, *others: Tensor) -> None:
+        self._parameters = list(head.parameters())
+        self._versions = [(one, one._version) for one in (*self._parameters, *others) if not one.is_inference()]
+        self.requires_grad = any(one.requires_grad for one in (*self._parameters, *others))
+
+    def check(self, head: nn.Module, asked: str) -> None:
+        """Refuse other parameters, or other values of them."""
+        if not all(map(is_, head.parameters(), self._parameters)):
+            raise SavingRefusedError(
+                f"{asked}: the head has other parameters where its logits are computed than where it was called "
+                "(torch.func.functional_call puts them in for a call alone); compute the loss of whole logits"
+            )
+        if any(one._version != version for one, version in self._versions):
+            raise SavingRefusedError(
+                f"{asked}: the head's parameters or its hidden states were changed in place after it was called, and "
+                "its logits are computed later; compute the loss before, or of whole logits"
+            )
+
+
+def check_head(head: Any, hidden: Tensor) -> None:
+    """Check that a linear head takes hidden states.
+
+    Raises:
+        InvalidInputError: They have another width or type.
+    """
+    if type(head) is not nn.Linear or head._forward_pre_hooks:
+        return
+    if hidden.shape[-1:] != (head.in_features,):
+        raise InvalidInputError(
+            f"hidden states of shape {tuple(hidden.shape)} for a head of {head.in_features:,} features; pass the "
+            "head's inputs, shape (..., features)"
         )
+    if hidden.dtype is not head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise InvalidInputError(
+            f"hidden states are in {hidden.dtype} and the head is in {head.weight.dtype}; cast one of them, or use "
+            "torch.autocast"
+        )
+
+
+def range_check(ids: Tensor) -> Callable[[Tensor], None]:
+    """Return what checks that logits have all classes in `ids`; waits for the device once.
+
+    Raises:
+        InvalidInputError: They have not.
+    """
+    if isinstance(ids, FakeTensor) or not ids.numel():
+        return lambda _: None
+    least, most = torch.stack(torch.aminmax(ids)).tolist()
+
+    def check(logits: Tensor) -> None:
+        if least < 0 or most >= logits.shape[-1]:
+            raise InvalidInputError(
+                f"ids from {least} to {most} for logits of {logits.shape[-1]:,} classes; pass ids from 0 to "
+                f"{logits.shape[-1] - 1}: clamp ids of padding, and leave out their log-probabilities by a mask"
+            )
+
+    return check
 
 
 # --- Liger's kernel ---------------------------------------------------------------------------------------------------
