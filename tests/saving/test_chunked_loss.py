@@ -143,6 +143,7 @@ def test_log_probabilities_are_in_float32_under_autocast_and_of_half_precision()
         torch.testing.assert_close(one, of_all(head, hidden, IDS), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of Dynamo, which asks every tensor
 def test_log_probabilities_in_a_compiled_function_are_those_of_whole_logits():
     loss, hidden = ChunkedLoss(nn.Linear(D, V)), torch.randn(N, T, D, generator=GIVEN).requires_grad_()
     compiled = torch.compile(lambda hidden, ids: loss.log_probs(hidden, ids).sum(), backend="aot_eager")
