@@ -59,6 +59,6 @@ def _unmade(head: Any, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor
         with torch.autocast(*autocast):
             return forward(rows)
 
-    form = torch.empty(*hidden.shape[:-1], head.out_features, dtype=dtype if is_cast else hidden.dtype, device="meta")
-    held = Held(head, hidden)
-    return UnmadeLogits.of(Recipe(head, held, make, hidden, held.requires_grad, [0]), form)
+    has_gradient = any(one.requires_grad for one in (hidden, *head.parameters()))
+    recipe = Recipe(head, Held(head, hidden), make, hidden, has_gradient, writes=[0])
+    return UnmadeLogits.of(recipe, (*hidden.shape[:-1], head.out_features), dtype if is_cast else hidden.dtype)

@@ -105,35 +105,31 @@ class ChunkedLoss(nn.Module):
         )
 
     def log_probs(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Return the log-probability of a class for each token, whose logits are never there together either.
+        """Return the log-probability of a class for each token; `weight`, `reduction` and smoothing do not count.
 
             loss.log_probs(hidden, ids)  # head(hidden).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
-        Gradients are those of whole logits; under `torch.no_grad` there are none, as for a reference model. The loss's
-        `weight`, `reduction` and `label_smoothing` do not count.
-
         Args:
-            hidden: The head's inputs, shape (..., features), in the head's type, or in any under autocast.
+            hidden: The head's inputs, shape (..., features), in the head's type or under autocast.
             ids: The class of each token, integers of shape (...). Where it is `ignore_index`, 0 is returned.
 
         Returns:
-            Shape (...), in float32, or in float64 if the logits are. The device is waited for once.
+            Shape (...), in float32 at least, with gradients unless under `torch.no_grad`. Waits for the device once.
 
         Raises:
             InvalidInputError: The shapes or the types do not agree, or an id is no class.
         """
-        if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or not hidden.dim():
+        given = [(one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else shown(one) for one in (hidden, ids)]
+        are_tensors = isinstance(hidden, Tensor) and isinstance(ids, Tensor)
+        if not are_tensors or ids.dtype not in _IDS or not hidden.dim() or ids.shape != hidden.shape[:-1]:
             raise InvalidInputError(
-                f"hidden={shown(hidden)}: pass the head's inputs, floating-point numbers of shape (..., features)"
-            )
-        if not isinstance(ids, Tensor) or ids.dtype not in _IDS or ids.shape != hidden.shape[:-1]:
-            found = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else shown(ids)
-            raise InvalidInputError(
-                f"ids are {found}; pass the class of each token, integers of shape {tuple(hidden.shape[:-1])}"
+                f"log_probs takes the head's inputs, shape (..., features), and the class of each token, integers of "
+                f"shape (...), and got {given[0]} and {given[1]}"
             )
         check_head(self.head, hidden)
+        checked = range_check(ids.where(ids != self.ignore_index, 0))
         return -chunked_cross_entropy(
-            self.head,
+            lambda rows: checked(self.head(rows)),
             self.head,
             hidden,
             ids,
@@ -144,7 +140,6 @@ class ChunkedLoss(nn.Module):
             ignore_index=self.ignore_index,
             reduction="none",
             label_smoothing=0.0,
-            check=range_check(ids.where(ids != self.ignore_index, 0)),
         )
 
 
@@ -161,12 +156,11 @@ def chunked_cross_entropy(
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
-    check: Callable[[Tensor], object] = lambda _: None,
 ) -> Tensor:
     """Return the cross entropy as `ChunkedLoss` does, of logits that `make` makes of some tokens.
 
     The layer `head` does so with the parameters in `held`; if it `is_alone`, kernels may take its weight. `asked` is
-    what to call this in an error. Logits of each chunk are passed to `check`.
+    what to call this in an error.
     """
     if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
         raise InvalidInputError(
@@ -185,7 +179,6 @@ def chunked_cross_entropy(
     def losses_of(rows: Tensor, classes: Tensor) -> tuple[Tensor]:
         held.check(head, asked)
         logits = make(rows)
-        check(logits)
         losses = functional.cross_entropy(
             logits if logits.dtype is torch.float64 else logits.float(),
             classes,
@@ -220,65 +213,49 @@ def in_chunks(compute: Callable[..., tuple[Tensor, ...]], *by_token: Tensor) -> 
 
 
 class Held:
-    """The parameters that a head computes with, and what else must stay as it is until the last chunk is computed."""
+    """A head's parameters, and other tensors, which must be the same until the last chunk is computed."""
 
     def __init__(self, head: nn.Module, *others: Tensor) -> None:
         self._parameters = list(head.parameters())
         self._versions = [(one, one._version) for one in (*self._parameters, *others) if not one.is_inference()]
-        self.requires_grad = any(one.requires_grad for one in (*self._parameters, *others))
 
     def check(self, head: nn.Module, asked: str) -> None:
-        """Refuse other parameters, or other values of them."""
-        if not all(map(is_, head.parameters(), self._parameters)):
+        """Refuse other parameters, and other values."""
+        is_other = not all(map(is_, head.parameters(), self._parameters))
+        if is_other or any(one._version != version for one, version in self._versions):
+            why = "torch.func.functional_call puts them in for a call alone" if is_other else "changed in place"
             raise SavingRefusedError(
-                f"{asked}: the head has other parameters where its logits are computed than where it was called "
-                "(torch.func.functional_call puts them in for a call alone); compute the loss of whole logits"
-            )
-        if any(one._version != version for one, version in self._versions):
-            raise SavingRefusedError(
-                f"{asked}: the head's parameters or its hidden states were changed in place after it was called, and "
-                "its logits are computed later; compute the loss before, or of whole logits"
+                f"{asked}: the head has other parameters or hidden states where its logits are computed than where it "
+                f"was called ({why}); compute the loss of whole logits"
             )
 
 
 def check_head(head: Any, hidden: Tensor) -> None:
-    """Check that a linear head takes hidden states.
-
-    Raises:
-        InvalidInputError: They have another width or type.
-    """
+    """Refuse hidden states of another width or type than a linear head's."""
     if type(head) is not nn.Linear or head._forward_pre_hooks:
         return
-    if hidden.shape[-1:] != (head.in_features,):
+    is_cast = torch.is_autocast_enabled(hidden.device.type) and hidden.is_floating_point()
+    if hidden.shape[-1:] != (head.in_features,) or (hidden.dtype is not head.weight.dtype and not is_cast):
         raise InvalidInputError(
-            f"hidden states of shape {tuple(hidden.shape)} for a head of {head.in_features:,} features; pass the "
-            "head's inputs, shape (..., features)"
-        )
-    if hidden.dtype is not head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise InvalidInputError(
-            f"hidden states are in {hidden.dtype} and the head is in {head.weight.dtype}; cast one of them, or use "
-            "torch.autocast"
+            f"hidden states of shape {tuple(hidden.shape)} in {hidden.dtype} for a head of {head.in_features:,} "
+            f"features in {head.weight.dtype}; pass the head's inputs, (..., features), in its type or under autocast"
         )
 
 
-def range_check(ids: Tensor) -> Callable[[Tensor], None]:
-    """Return what checks that logits have all classes in `ids`; waits for the device once.
+def range_check(ids: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what refuses logits that lack a class of `ids`, and returns others; waits for the device once."""
+    is_unknown = isinstance(ids, FakeTensor) or not ids.numel()
+    least, most = (0, -1) if is_unknown else torch.stack(torch.aminmax(ids)).tolist()
 
-    Raises:
-        InvalidInputError: They have not.
-    """
-    if isinstance(ids, FakeTensor) or not ids.numel():
-        return lambda _: None
-    least, most = torch.stack(torch.aminmax(ids)).tolist()
-
-    def check(logits: Tensor) -> None:
+    def checked(logits: Tensor) -> Tensor:
         if least < 0 or most >= logits.shape[-1]:
             raise InvalidInputError(
                 f"ids from {least} to {most} for logits of {logits.shape[-1]:,} classes; pass ids from 0 to "
                 f"{logits.shape[-1] - 1}: clamp ids of padding, and leave out their log-probabilities by a mask"
             )
+        return logits
 
-    return check
+    return checked
 
 
 # --- Liger's kernel ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ stand-in for logits.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -42,22 +42,9 @@ _OF_FORM = {
     *(Tensor.stride, *map(_getter, _PROPERTIES)),
 }
 _CASTS = {Tensor.float, Tensor.double, Tensor.to}
-_PRODUCTS = _named("mul", "__mul__", "__rmul__")
-# Of every logit by itself, with numbers.
-_OF_EACH = {*_PRODUCTS, *_CASTS, *_named("div", "__truediv__", "tanh", "exp", "neg")}
 _IN_PLACE = {Tensor.mul_: Tensor.mul, Tensor.div_: Tensor.div}
-# Of all logits of a token: as many numbers, or one.
 _NORMALIZED = _named("log_softmax", "softmax")
-_SUMS = _named("logsumexp")
-_REDUCED = _SUMS | _named("sum", "mean", "argmax")
-_PICKED: dict[Any, Callable[..., tuple[Any, Any]]] = {
-    **dict.fromkeys(_named("gather"), lambda dim, index, *, sparse_grad=False: (None if sparse_grad else dim, index)),
-    **dict.fromkeys(_named("take_along_dim"), lambda indices, dim=None: (dim, indices)),
-}
-# These exchange tokens and classes, as cross entropy takes them of sequences.
-_EXCHANGES = {*_named("transpose", "permute"), _getter("mT")}
-_VIEWS = {*_named("reshape", "flatten"), Tensor.view, Tensor.contiguous}
-_TAKEN = {Tensor.__getitem__, *_named("split", "chunk", "unbind")}
+_TOTALS = _named("sum", "mean", "nansum")
 _INDICES = (torch.int64, torch.int32)
 
 
@@ -76,10 +63,8 @@ class _Step(NamedTuple):
         """Return the same over the last dimension; None if it is over another of `dims`."""
         rest, named = list(self.arguments), dict(self.named)
         dim = rest.pop(0) if rest else named.pop("dim", None)
-        dim = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
-        if type(dim) is not int or dim not in (-1, dims - 1):
-            return None
-        return self._replace(arguments=(-1, *rest), named=named)
+        is_last = dim in (-1, dims - 1, [-1], (-1,), [dims - 1], (dims - 1,))
+        return self._replace(arguments=(-1, *rest), named=named) if is_last else None
 
 
 def autocast_of(device: torch.device) -> tuple[str, torch.dtype, bool]:
@@ -99,7 +84,8 @@ class Recipe(NamedTuple):
     writes: list[int]  # how often logits of this call were changed in place
     steps: tuple[_Step, ...] = ()
     has_classes_second: bool = False
-    sums: tuple[Any, Tensor] | None = None  # logsumexp, shape (..., 1), if computed, and the modes it was computed in
+    sums: Tensor | None = None  # their logsumexp, shape (..., 1), if it is known
+    modes_of_sums: Any = None
 
     def made(self, hidden: Tensor) -> Tensor:
         """Return the logits of some hidden states."""
@@ -124,21 +110,15 @@ class UnmadeLogits(Tensor):
     _written: int
 
     @staticmethod
-    def of(recipe: Recipe, form: Tensor) -> UnmadeLogits:
-        """Return what stands for logits of the shape and type of `form`.
-
-        Its strides are 0, since it has no memory that a kernel could read.
-        """
-        has_gradient = recipe.has_gradient and torch.is_grad_enabled()
-        made: Any = Tensor._make_wrapper_subclass(
-            UnmadeLogits,
-            form.shape,
-            strides=(0,) * form.dim(),
-            dtype=form.dtype,
-            device=recipe.hidden.device,
-            requires_grad=has_gradient,
-        )
+    def of(recipe: Recipe, shape: Sequence[int], dtype: torch.dtype) -> UnmadeLogits:
+        """Return what stands for logits; its strides are 0, since it has no memory that a kernel could read."""
+        device, has_gradient = recipe.hidden.device, recipe.has_gradient and torch.is_grad_enabled()
+        form: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": has_gradient}
+        made: Any = Tensor._make_wrapper_subclass(UnmadeLogits, shape, strides=[0] * len(shape), **form)
         made._recipe, made._written = recipe._replace(has_gradient=has_gradient), recipe.writes[0]
+        if has_gradient:
+            with torch._C.DisableTorchFunctionSubclass():  # a function with a backward pass of its own ends here
+                made.register_hook(lambda _: _refuse("a gradient"))
         return made  # type: ignore[no-any-return]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -158,13 +138,13 @@ class UnmadeLogits(Tensor):
                 return function(*arguments, **named)
         found = logits._asked(function, rest, named) if isinstance(logits, UnmadeLogits) else None
         if found is None:
-            raise _refusal(function)
+            _refuse(function)
         return found
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         """Refuse what was not seen above."""
-        raise _refusal(function)
+        _refuse(function)
 
     def _asked(self, function: Any, rest: Sequence[Any], named: dict[str, Any]) -> Any:
         """Return what a function returns of these logits; None if it needs them."""
@@ -194,14 +174,15 @@ class UnmadeLogits(Tensor):
         if after.device != before.device or after.shape != before.shape or not after.is_floating_point():
             return None
         recipe = self._recipe._replace(steps=(*self._recipe.steps, step), sums=None)
-        return UnmadeLogits.of(recipe, self._form().to(after.dtype))
+        return UnmadeLogits.of(recipe, self.shape, after.dtype)
 
     def _normalized(self, step: _Step) -> UnmadeLogits | None:
         over = step.over_classes(self.dim())
         return over and self._then(over)
 
     def _detached(self, _: _Step) -> UnmadeLogits:
-        return UnmadeLogits.of(self._recipe._replace(hidden=self._recipe.hidden.detach(), has_gradient=False), self)
+        recipe = self._recipe._replace(hidden=self._recipe.hidden.detach(), has_gradient=False)
+        return UnmadeLogits.of(recipe, self.shape, self.dtype)
 
     def _changed(self, step: _Step) -> UnmadeLogits | None:
         """Change these logits in place; others that share their memory are refused from then on."""
@@ -230,27 +211,28 @@ class UnmadeLogits(Tensor):
         def multiplied(logits: Tensor) -> Any:
             return product(_after(mine.steps[shared:], logits), _after(theirs.steps[shared:], logits))
 
-        before = UnmadeLogits.of(mine._replace(steps=mine.steps[:shared]), self)
+        before = UnmadeLogits.of(mine._replace(steps=mine.steps[:shared]), self.shape, self.dtype)
         return before._then(step._replace(function=multiplied, arguments=()))
 
     def _exchanged(self, step: _Step) -> UnmadeLogits | None:
         before = self._form()
         form = step.of(before)
         is_of_last = before.dim() == _ROWS + 1 and (form.shape, form.stride()) == (before.mT.shape, before.mT.stride())
-        return UnmadeLogits.of(self._recipe._replace(has_classes_second=True), form) if is_of_last else None
+        recipe = self._recipe._replace(has_classes_second=True)
+        return UnmadeLogits.of(recipe, form.shape, self.dtype) if is_of_last else None
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
     def _viewed(self, step: _Step) -> UnmadeLogits | None:
-        shape = step.of(self._form()).shape
-        is_whole = shape and shape[-1] == self.shape[-1]
+        form = step.of(self._form())
+        shape, is_whole = form.shape, form.shape[-1:] == self.shape[-1:] and form.dtype is self.dtype
         return self._of_rows(lambda rows: rows.reshape(*shape[:-1], rows.shape[-1])) if is_whole else None
 
     def _of_tokens(self, step: _Step) -> Any:
         """Return what stands for the logits of some tokens, or for several parts; None if classes do not stay whole."""
         if step.function is Tensor.__getitem__:
             (key,) = step.arguments
-            first, *others = key if isinstance(key, tuple) else (key,)
+            first, *others = key if isinstance(key, tuple) and key else (key,)
             if _takes_rows(first, self.shape[:-1]) and all(one is Ellipsis for one in others):
                 return self._of_rows(step.of)
             if not all(one is Ellipsis or type(one) is int or isinstance(one, slice) for one in (first, *others)):
@@ -258,21 +240,18 @@ class UnmadeLogits(Tensor):
         # A number of classes that is no other dimension, and that no slice ends at: it shows whether they stay whole.
         classes = max(self.shape) + 1
         forms = step.of(self._form(classes))
-        are_whole = [form.dim() and form.shape[-1] == classes for form in _several(forms)]
+        are_whole = [form.shape[-1:] == (classes,) for form in ([forms] if isinstance(forms, Tensor) else forms)]
         return self._of_rows(step.of) if all(are_whole) else None
 
     def _of_rows(self, take: Callable[[Tensor], Any]) -> Any:
         """Return what stands for the tokens' logits that `take` leaves of tensors of the shape (..., any)."""
-        recipe = self._recipe
-        taken = take(recipe.hidden)
-        parts = _several(taken)
-        sums = [None] * len(parts) if recipe.sums is None else _several(take(recipe.sums[1]))
-        found = []
-        for hidden, of_part in zip(parts, sums, strict=True):
-            known = None if recipe.sums is None or of_part is None else (recipe.sums[0], of_part)
-            form = torch.empty((*hidden.shape[:-1], self.shape[-1]), dtype=self.dtype, device="meta")
-            found.append(UnmadeLogits.of(recipe._replace(hidden=hidden, sums=known), form))
-        return found[0] if isinstance(taken, Tensor) else tuple(found)
+        recipe, taken = self._recipe, take(self._recipe.hidden)
+        sums = None if recipe.sums is None else take(recipe.sums)
+        if isinstance(taken, Tensor):
+            recipe = recipe._replace(hidden=taken, sums=sums)
+            return UnmadeLogits.of(recipe, (*taken.shape[:-1], self.shape[-1]), self.dtype)
+        recipes = [recipe._replace(hidden=part, sums=sums and sums[place]) for place, part in enumerate(taken)]
+        return tuple(UnmadeLogits.of(one, (*one.hidden.shape[:-1], self.shape[-1]), self.dtype) for one in recipes)
 
     # --- what leaves no classes ---------------------------------------------------------------------------------------
 
@@ -287,32 +266,35 @@ class UnmadeLogits(Tensor):
             values = in_chunks(of_some, hidden.reshape(-1, hidden.shape[-1]), *by_token)
             return tuple(value.view(*hidden.shape[:-1], *value.shape[1:]) for value in values)
 
-    def _reduced(self, step: _Step) -> Tensor | None:
+    def _reduced(self, step: _Step) -> Any:
         recipe, over = self._recipe, step.over_classes(self.dim())
+        if over is None and step.function in _TOTALS and not step.arguments and step.named.keys() <= {"dtype"}:
+            return step.of(self._reduced(step._replace(arguments=(-1,))))  # of everything: of the tokens' own
         if over is None:
             return None
-        if step.function in _SUMS and recipe.sums is not None and recipe.sums[0] == recipe.modes():
+        if step.function in _named("logsumexp") and recipe.sums is not None and recipe.modes_of_sums == recipe.modes():
             with torch.set_grad_enabled(recipe.modes()[0]):
-                return over.of(recipe.sums[1])  # type: ignore[no-any-return]  # of one number: the number
-        (found,) = self._computed(lambda logits: (over.of(logits),))
-        return found
+                return over.of(recipe.sums)  # of one number: the number
+        return self._computed(lambda logits: (over.of(logits),))[0]
 
     def _picked(self, step: _Step) -> Tensor | None:
         """Return the logits of some classes of each token; keep their logsumexp, which is asked for next."""
-        dim, index = _PICKED[step.function](*step.arguments, **step.named)
-        if type(dim) is not int or dim not in (-1, self.dim() - 1) or index.shape[:-1] != self.shape[:-1]:
+        names = ("dim", "index") if step.function in _named("gather") else ("indices", "dim")
+        given: dict[str, Any] = dict(zip(names, step.arguments, strict=False)) | step.named
+        index: Any = given.get("index", given.get("indices"))
+        is_over_classes = given.keys() == set(names) and given["dim"] in (-1, self.dim() - 1)
+        if not is_over_classes or index.shape[:-1] != self.shape[:-1]:
             return None
-        check_range = range_check(index)
-        has_sums = any(step.function in _NORMALIZED for step in self._recipe.steps)
+        checked = range_check(index)
+        is_sum_known = any(step.function in _NORMALIZED for step in self._recipe.steps)
 
         def picked(logits: Tensor, classes: Tensor) -> tuple[Tensor, ...]:
-            check_range(logits)
-            found = logits.gather(-1, classes)
-            return (found,) if has_sums else (found, logits.logsumexp(-1, keepdim=True))
+            found = checked(logits).gather(-1, classes)
+            return (found,) if is_sum_known else (found, logits.logsumexp(-1, keepdim=True))
 
         found, *sums = self._computed(picked, index.reshape(self.shape[:-1].numel(), index.shape[-1]))
         if sums:
-            self._recipe = self._recipe._replace(sums=(self._recipe.modes(), sums[0]))
+            self._recipe = self._recipe._replace(sums=sums[0], modes_of_sums=self._recipe.modes())
         return found
 
     def _loss(self, step: _Step) -> Tensor | None:
@@ -352,22 +334,18 @@ class UnmadeLogits(Tensor):
 
 # How functions are handled, whether they may take tensors, and whether they may follow an exchange with the classes.
 _HANDLED: dict[Any, tuple[Callable[[UnmadeLogits, _Step], Any], bool, bool]] = {
-    **dict.fromkeys(_OF_EACH, (UnmadeLogits._then, False, True)),
-    **dict.fromkeys(_PRODUCTS, (UnmadeLogits._times, True, True)),
+    **dict.fromkeys(_CASTS | _named("div", "__truediv__", "tanh", "exp", "neg"), (UnmadeLogits._then, False, True)),
+    **dict.fromkeys(_named("mul", "__mul__", "__rmul__"), (UnmadeLogits._times, True, True)),
     **dict.fromkeys(_IN_PLACE, (UnmadeLogits._changed, False, True)),
     **dict.fromkeys(_NORMALIZED, (UnmadeLogits._normalized, False, False)),
     **dict.fromkeys(_named("detach"), (UnmadeLogits._detached, False, False)),
-    **dict.fromkeys(_EXCHANGES, (UnmadeLogits._exchanged, False, False)),
-    **dict.fromkeys(_VIEWS, (UnmadeLogits._viewed, False, False)),
-    **dict.fromkeys(_TAKEN, (UnmadeLogits._of_tokens, True, False)),
-    **dict.fromkeys(_REDUCED, (UnmadeLogits._reduced, False, False)),
-    **dict.fromkeys(_PICKED, (UnmadeLogits._picked, True, False)),
+    **dict.fromkeys(_named("transpose", "permute") | {_getter("mT")}, (UnmadeLogits._exchanged, False, False)),
+    **dict.fromkeys(_named("reshape", "flatten", "view", "contiguous"), (UnmadeLogits._viewed, False, False)),
+    **dict.fromkeys(_named("__getitem__", "split", "chunk", "unbind"), (UnmadeLogits._of_tokens, True, False)),
+    **dict.fromkeys(_TOTALS | _named("logsumexp", "argmax"), (UnmadeLogits._reduced, False, False)),
+    **dict.fromkeys(_named("gather", "take_along_dim"), (UnmadeLogits._picked, True, False)),
     functional.cross_entropy: (UnmadeLogits._loss, True, True),
 }
-
-
-def _several(found: Any) -> Sequence[Any]:
-    return found if isinstance(found, list | tuple) else [found]
 
 
 def _takes_rows(key: object, shape: Sequence[int]) -> bool:
@@ -379,10 +357,10 @@ def _takes_rows(key: object, shape: Sequence[int]) -> bool:
     return key.shape == shape[: key.dim()] and key.dim() > 0 if key.dtype is torch.bool else key.dtype in _INDICES
 
 
-def _refusal(function: Any) -> SavingRefusedError:
+def _refuse(function: Any) -> NoReturn:
     name = getattr(function, "__name__", function)
     name = getattr(getattr(function, "__self__", None), "__name__", name) if name == "__get__" else name  # a property
-    return SavingRefusedError(
+    raise SavingRefusedError(
         f"{ASKED}: {name} is computed of logits that are never made; cross_entropy of them, by rows of tokens, "
         "log-probabilities (log_softmax and logsumexp over the classes, gather), entropies and argmax are possible, "
         "after numbers, tanh, casts and slices of tokens. Leave 'chunked_loss' out, or compute the loss of hidden "

@@ -87,7 +87,7 @@ def test_sum_over_a_number_of_items_has_the_same_gradients_and_logits_are_there_
 
 
 REFUSED = {
-    "log_softmax": lambda logits: logits.log_softmax(-1).sum(),
+    "log_softmax": lambda logits: logits.log_softmax(-1).max(),
     "logsumexp": lambda logits: torch.logsumexp(logits, dim=1),
     "scaled by a tensor": lambda logits: torch.ones(V) * logits,
     "written": lambda logits: logits.__setitem__(0, 0.0),

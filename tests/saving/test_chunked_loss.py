@@ -156,17 +156,19 @@ def test_log_probabilities_in_a_compiled_function_are_those_of_whole_logits():
 
 
 HIDDEN = torch.zeros(N, T, D)
+FORMS = "log_probs takes the head's inputs, shape .* integers of shape .* and got "
 WRONG = {
-    "no tensor": ([[0.0]], IDS, "hidden=.*floating-point numbers of shape"),
-    "whole numbers": (HIDDEN.long(), IDS, "hidden=.*floating-point numbers of shape"),
-    "width": (HIDDEN[..., :5], IDS, r"hidden states of shape \(4, 10, 5\) for a head of 16 features"),
-    "type": (HIDDEN.double(), IDS, r"in torch\.float64 and the head is in torch\.float32; cast one"),
-    "half": (HIDDEN.bfloat16(), IDS, r"in torch\.bfloat16 and the head is in torch\.float32; cast one"),
-    "shape": (HIDDEN, IDS[:, 1:], r"ids are torch\.int64 of shape \(4, 9\); pass .* of shape \(4, 10\)"),
-    "several": (HIDDEN, IDS.unsqueeze(-1), r"of shape \(4, 10, 1\); pass"),
-    "float": (HIDDEN, IDS.float(), r"ids are torch\.float32"),
-    "bool": (HIDDEN, IDS > 3, r"ids are torch\.bool"),
-    "list": (HIDDEN, IDS.tolist(), r"ids are \[\["),
+    "no tensor": ([[0.0]], IDS, FORMS + r"\[\[0.0\]\] and \(torch"),
+    "no dimension": (HIDDEN[0, 0, 0], IDS, FORMS),
+    "whole numbers": (HIDDEN.long(), IDS, r"in torch\.int64 for a head of 16 features in torch\.float32"),
+    "width": (HIDDEN[..., :5], IDS, r"hidden states of shape \(4, 10, 5\) in torch\.float32 for a head of 16 features"),
+    "type": (HIDDEN.double(), IDS, r"in torch\.float64 for a head of 16 features in torch\.float32; pass"),
+    "half": (HIDDEN.bfloat16(), IDS, r"in torch\.bfloat16 for a head of 16 features in torch\.float32; pass"),
+    "shape": (HIDDEN, IDS[:, 1:], FORMS + r".*\(torch\.int64, \(4, 9\)\)"),
+    "several": (HIDDEN, IDS.unsqueeze(-1), FORMS),
+    "float": (HIDDEN, IDS.float(), FORMS),
+    "bool": (HIDDEN, IDS > 3, FORMS),
+    "list": (HIDDEN, IDS.tolist(), FORMS),
     "high": (HIDDEN, IDS.masked_fill(IDS == 3, V), "ids from 0 to 50 for logits of 50 classes; pass ids from 0 to 49"),
     "negative": (HIDDEN, IDS.masked_fill(IDS == 3, -1), "ids from -1 to"),
 }

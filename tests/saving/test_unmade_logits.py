@@ -133,6 +133,7 @@ USES = {
     "argmax": lambda logits: (selected(logits), logits.argmax(-1), (logits.argmax(dim=-1) == IDS).sum()),
     "mean logit": lambda logits: logits.detach()[KEPT].mean(-1).sum() + gather(logits),
     "smoothed": smoothed,
+    "of everything": lambda logits: (logits.sum(), logits[KEPT].mean(), logits.exp().nansum(dtype=torch.float64)),
     "square": lambda logits: (logits.softmax(-1) * logits.softmax(-1)).sum(-1),
     "beside a cross entropy": lambda logits: (
         selected(logits),
@@ -227,11 +228,12 @@ REFUSED = {
     "sub_": lambda logits: logits.sub_(logits.detach()),
     "__setitem__": lambda logits: logits.__setitem__((..., 0), 0.0),
     "data": lambda logits: logits.data,
+    "dtype": lambda logits: logits.view(torch.int64),
     "numpy": lambda logits: logits.detach().numpy(),
     "log_softmax": lambda logits: logits.log_softmax(1),
     "softmax": lambda logits: logits.softmax(0),
     "logsumexp": lambda logits: logits.logsumexp((1, 2)),
-    "sum": lambda logits: logits.sum(),
+    "sum": lambda logits: logits.sum(1),
     "argmax": lambda logits: logits.argmax(),
     "gather": lambda logits: logits.gather(1, IDS.unsqueeze(-1)),
     "take_along_dim": lambda logits: logits.take_along_dim(IDS.unsqueeze(-1)),
@@ -246,7 +248,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_uses_are_refused_by_name(name):
-    name_of = {"Categorical": "(eq|sub|__eq__)"}
+    name_of = {"Categorical": "(eq|sub|__eq__)", "dtype": "view"}
     with chunked([model := Model()]):
         logits = model(TOKENS)
         with pytest.raises(SavingRefusedError, match=f": {name_of.get(name, name)} is computed of logits that are"):
@@ -291,7 +293,10 @@ def test_indices_outside_the_vocabulary_are_refused(name, wrong, monkeypatch):
 def test_head_of_another_type_is_refused():
     model = Model(torch.float32)
     model.embed.bfloat16()
-    with chunked([model]), pytest.raises(InvalidInputError, match=r"torch\.bfloat16 and the head is in torch\.float32"):
+    with (
+        chunked([model]),
+        pytest.raises(InvalidInputError, match=r"in torch\.bfloat16 for a head of .* in torch\.float32"),
+    ):
         model(TOKENS)
 
 
@@ -311,7 +316,7 @@ def test_values_that_change_before_the_logits_are_computed_are_refused(changed):
         logits = model.head(hidden)
         with torch.no_grad():
             (model.head.weight if changed == "head" else hidden).mul_(2.0)
-        with pytest.raises(SavingRefusedError, match="changed in place"):
+        with pytest.raises(SavingRefusedError, match=r"\(changed in place\)"):
             selected(logits)
 
 
@@ -324,6 +329,27 @@ def test_head_that_changes_before_the_backward_pass_is_refused():
 
     with pytest.raises(SavingRefusedError, match="changed in place"):
         loss.backward()
+
+
+class Own(torch.autograd.Function):
+    """With a gradient of its own, as kernels have it."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.shape = logits.shape
+        return logits.logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.unsqueeze(-1).expand(ctx.shape)
+
+
+def test_gradients_that_functions_compute_themselves_are_not_lost():
+    with chunked([model := Model()]):
+        logits = model(TOKENS)
+        loss = selected(logits).sum() + Own.apply(logits).sum()
+        with pytest.raises(SavingRefusedError, match="a gradient is computed of logits"):
+            loss.backward()
 
 
 def test_logits_look_like_those_that_are_made():
