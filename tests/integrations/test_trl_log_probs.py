@@ -1,5 +1,6 @@
 """TRL's trainers with memory="chunked_loss": the same weights, and log-probabilities without whole logits."""
 
+import copy
 import functools
 import inspect
 
@@ -18,8 +19,8 @@ from autoaccum._saving.chunked_head import chunked
 from autoaccum._saving.unmade_logits import UnmadeLogits
 from autoaccum.integrations.transformers import windowed
 from helpers import WITHOUT_WARNINGS
-from trainers import weights
-from trl_trainers import TRAINERS, generated, model, trained
+from trainers import SETTINGS, weights
+from trl_trainers import TRAINERS, data, generated, model, tokenizer, trained
 
 pytestmark = [WITHOUT_WARNINGS, pytest.mark.usefixtures("accelerate_as_it_was")]
 # TRL's own head in chunks, which newer versions have, computes in single precision.
@@ -168,13 +169,45 @@ def test_generated_batches_are_trained_as_of_whole_logits(kind, loss_type, tmp_p
 
 
 def test_adapters_are_trained_by_generated_batches_beside_the_model_without_them(tmp_path):
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.0)
+    layers = ["q_proj", "v_proj"] if HAS_OWN_CHUNKS else ["q_proj", "lm_head"]
+    config = peft.LoraConfig(r=2, target_modules=layers, lora_dropout=0.0)
     ours, theirs = (
         generated(lambda base, wrap=wrap: functools.partial(wrap(base), peft_config=config), "grpo", tmp_path, "dapo")
         for wrap in (cut, lambda base: base)
     )
 
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=10 * EXACT["atol"])
+
+
+def judged(wrap, folder, loss_type="apo_zero_unpaired"):
+    """KTO on answers of which each is good or bad."""
+    rows = data("sft", 26)
+    network = model("sft")
+    settings = SETTINGS | {"eval_strategy": "no", "bf16": False, "gradient_checkpointing": False}
+    return wrap(trl.KTOTrainer)(
+        model=network,
+        ref_model=copy.deepcopy(network),
+        args=trl.KTOConfig(str(folder), loss_type=loss_type, **settings),
+        train_dataset=rows.add_column("label", [number % 3 != 0 for number in range(len(rows))]),
+        processing_class=tokenizer(),
+    )
+
+
+def test_answers_that_are_good_or_bad_are_trained_as_of_whole_batches_and_logits(tmp_path):
+    trainers = [judged(wrap, tmp_path) for wrap in (cut, lambda base: base)]
+    for trainer in trainers:
+        trainer.train()
+
+    assert trainers[0].autoaccum.last_backward.micro_batches == (2,)
+    assert trainers[0].autoaccum.plan.micro_batches == (4, 4, 4)
+    assert_same_weights(*trainers)
+
+
+def test_loss_of_kto_that_compares_samples_is_refused(tmp_path):
+    trainer = judged(cut, tmp_path, loss_type="kto")
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"loss_type='kto' .* \(KL\), .*apo_zero_unpaired"):
+        trainer.train()
 
 
 def test_trainer_without_a_layer_for_a_vocabulary_is_refused_before_anything_moves(tmp_path):
