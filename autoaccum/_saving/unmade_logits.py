@@ -129,6 +129,8 @@ class UnmadeLogits(Tensor):
         cls, function: Any, types: Any, arguments: Sequence[Any] = (), named: dict[str, Any] | None = None
     ) -> Any:
         """Note or compute what can be; refuse the rest."""
+        if torch.compiler.is_compiling():
+            _refuse("a compiled function")
         named = dict(named or {})
         if not arguments and "input" in named:
             arguments = (named.pop("input"),)
@@ -264,7 +266,7 @@ class UnmadeLogits(Tensor):
 
         with torch.set_grad_enabled(recipe.modes()[0]):
             values = in_chunks(of_some, hidden.reshape(-1, hidden.shape[-1]), *by_token)
-            return tuple(value.view(*hidden.shape[:-1], *value.shape[1:]) for value in values)
+            return tuple(value.view((*hidden.shape[:-1], *value.shape[1:])) for value in values)
 
     def _reduced(self, step: _Step) -> Any:
         recipe, over = self._recipe, step.over_classes(self.dim())

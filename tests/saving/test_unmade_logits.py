@@ -118,6 +118,7 @@ USES = {
     "shift": lambda logits: selected(logits[..., :-1, :], IDS[:, 1:]),
     "kept": lambda logits: selected(logits[:, -4:, :].float(), IDS[:, -4:]),
     "one token": lambda logits: logits[0, 3].log_softmax(-1).gather(-1, SEVERAL[0, 3]),
+    "each token": lambda logits: torch.stack([torch.stack([one.logsumexp(-1) for one in row]) for row in logits]),
     "last token": lambda logits: logits[:, -1].log_softmax(-1).gather(-1, SEVERAL[:, 0]),
     "mask": lambda logits: logits[KEPT].log_softmax(-1).gather(-1, IDS[KEPT].unsqueeze(-1)),
     "rows": lambda logits: selected(logits[torch.tensor([2, -1, 0])], IDS[[2, 2, 0]]),
