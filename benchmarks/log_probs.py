@@ -1,8 +1,9 @@
 """Measures log-probabilities in chunks beside those of whole logits: peak memory and time of a gradient.
 
-A GPT-2 with its own vocabulary, and with one of 128,000 classes, computes the gradient of log-probabilities of its
-tokens that are weighted by advantages, as in reinforcement learning, in float32: 2 rows of 512 tokens. Each way has a
-process of its own. The peak is that of all tensors; on the CPU `Simulated` counts them, in a step before those timed.
+A GPT-2, and a model of 128,000 classes and 256 features, compute the gradient of log-probabilities of their tokens that
+are weighted by advantages, as in reinforcement learning, in float32: 2 rows of 512 tokens. They have one block, since
+blocks are the same in all ways. Each way has a process of its own. The peak is that of all tensors; on the CPU
+`Simulated` counts them, in a step before those timed.
 
     python benchmarks/log_probs.py [--rounds 3] [--page docs/memory.md] [--out benchmarks/results/log_probs-NAME.json]
 """
@@ -25,9 +26,13 @@ from workloads import gpt2
 import autoaccum
 from autoaccum._saving.chunked_head import chunked
 
-VOCABULARIES = {"50,257 classes": 50_257, "128,000 classes": 128_000}
+MODELS = {
+    "GPT-2, 50,257 classes": {"vocab_size": 50_257, "n_layer": 1},
+    "128,000 classes": {"vocab_size": 128_000, "n_layer": 1, "n_embd": 256, "n_head": 4},
+}
 ROWS, LENGTH = 2, 512
-SMALL = {"n_embd": 16, "n_layer": 1, "n_head": 2}  # for a test
+SMALL = {"vocab_size": 1000, "n_embd": 16, "n_layer": 1, "n_head": 2}  # for a test
+LARGE = {"vocab_size": 128_000}  # for a GPU
 
 
 def by_logsumexp(logits, ids):
@@ -39,13 +44,15 @@ def by_logsumexp(logits, ids):
 WAYS = ("whole logits", 'memory="chunked_loss"', "ChunkedLoss.log_probs")
 
 
-def measured(_connection, way, vocabulary, device, rounds, tiny):
-    """Return seconds of some gradients, the peak in bytes, and the loss."""
-    length, settings = (16, SMALL) if tiny else (LENGTH, {})
-    make, _ = gpt2(length, vocab_size=vocabulary, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **settings)
+def measured(_connection, way, settings, device, rounds, length=LENGTH):
+    """Return seconds of some gradients, the peak in bytes, and the loss, of a GPT-2 of these settings."""
+    make, _ = gpt2(length, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **settings)
     torch.manual_seed(0)
     memory = autoaccum.Simulated(2**40)
-    tokens, weights = torch.randint(vocabulary, (ROWS, length)).to(device), torch.randn(ROWS, length - 1).to(device)
+    tokens, weights = (
+        torch.randint(settings["vocab_size"], (ROWS, length)).to(device),
+        torch.randn(ROWS, length - 1).to(device),
+    )
 
     def step():
         begun, is_here = time.perf_counter(), way == WAYS[1]
@@ -71,7 +78,7 @@ def measured(_connection, way, vocabulary, device, rounds, tiny):
 
 def table(results):
     """Return the results as a table of Markdown."""
-    titles = list(VOCABULARIES)
+    titles = list(MODELS)
     lines = [f"| log-probabilities by | {' | '.join(titles)} |", f"|---{'|---' * len(titles)}|"]
     for way in WAYS:
         rows = [row for row in results if row["way"] == way]
@@ -85,20 +92,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--page", type=Path, help="a page that gets the table between its markers")
     parser.add_argument("--out", type=Path, default=Path(f"benchmarks/results/log_probs-{os.cpu_count()}-cores.json"))
-    parser.add_argument("--tiny", action="store_true", help="small sizes")
     options = parser.parse_args()
     prepare(["torch", "transformers", "autoaccum"])
     results = []
-    for vocabulary in VOCABULARIES.values():
+    for name, settings in MODELS.items():
         for way in WAYS:
-            _, found, why = call(measured, way, vocabulary, "cpu", options.rounds, options.tiny, timeout_s=3600)
+            _, found, why = call(measured, way, settings, "cpu", options.rounds, timeout_s=3600)
             if found is None:
                 raise SystemExit(why)
-            results.append({"vocabulary": vocabulary, "way": way, **found})
-            first = next(row for row in results if row["vocabulary"] == vocabulary)
+            results.append({"model": name, "way": way, **found})
+            first = next(row for row in results if row["model"] == name)
             assert math.isclose(found["loss"], first["loss"], rel_tol=1e-4, abs_tol=1e-5), results
             peak, seconds = found["peak_bytes"] / 2**30, spread(found["seconds"], " s")
-            print(f"{vocabulary:,} classes, {way}: {peak:.2f} GiB, {seconds}", flush=True)
+            print(f"{name}, {way}: {peak:.2f} GiB, {seconds}", flush=True)
     about = machine(["transformers"])
     keep(options.out, {"machine": about, "rows": results})
     where = (
