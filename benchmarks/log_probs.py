@@ -108,8 +108,8 @@ def main():
     about = machine(["transformers"])
     keep(options.out, {"machine": about, "rows": results})
     where = (
-        f"(Peak with weights and gradients, and time of a gradient, for models of one block; {about['cpu']}, "
-        f"{about['cores']} cores shared with other work; {ROWS} rows of {LENGTH} tokens, float32.)"
+        f"(Peak with weights and gradients, and one gradient's time, of one-block models; {about['cpu']}, "
+        f"{about['cores']} shared cores; {ROWS} rows of {LENGTH} tokens, float32; medians of {options.rounds}.)"
     )
     if options.page is not None:
         write_into(options.page, f"{table(results)}\n\n{where}", "log-probs")
