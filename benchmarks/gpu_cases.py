@@ -26,6 +26,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import log_probs
 import torch
 from finders import FINDERS, limited, run_once, truth
 from isolated import call, prepare
@@ -685,6 +686,7 @@ def saving(findings):
         _, found, why = call(_head, *arguments, timeout_s=max(1.0, findings.left_s() - 2))
         text = "; ".join(f"{way} {1e3 * one:.1f} ms" for way, one in (found or {}).items())
         findings.add(what, why or text, ok=False if why else None, seconds=found)
+    _add_log_probs(findings)
     for name in ("nothing", "chunked_loss", "checkpoint", "offload"):
         # Without a GPU everything is on the host already.
         no_gpu = name == "offload" and not findings.on_gpu
@@ -700,6 +702,22 @@ def saving(findings):
         text += f"; first loss {found['losses'][0]:.5f}"
         text += f"; {size(found['allocated_bytes'])} at most" if findings.on_gpu else ""
         findings.add(name, text, ok=all(map(math.isfinite, found["losses"])), **found)
+
+
+def _add_log_probs(findings):
+    """Add a row: peaks and times of log-probabilities of whole logits and in chunks, which need less memory."""
+    settings, texts, peaks = log_probs.SMALL if findings.tiny else log_probs.LARGE, [], []
+    for way in log_probs.WAYS[::2]:
+        arguments = (way, settings, findings.device, 3, 16 if findings.tiny else 1024)
+        _, found, why = call(log_probs.measured, *arguments, timeout_s=max(1.0, findings.left_s() - 2))
+        if found is None:
+            texts.append(f"{way}: {why}")
+            continue
+        peaks.append(found["peak_bytes"])
+        texts.append(f"{way}: {spread([1e3 * one for one in found['seconds']], ' ms', 1)}, {size(peaks[-1])} at most")
+    ok = len(peaks) == len(texts) and peaks[1] < peaks[0]
+    what = f"log-probabilities of GPT-2 over {settings['vocab_size']:,} classes"
+    findings.add(what, "; ".join(texts), ok=ok, peaks=peaks)
 
 
 def _head(_connection, tokens, features, classes, device):

@@ -36,7 +36,7 @@ _SHOWN = {
     "throughput": ("fit's rate",),
     "probe": ("GPT-2: the truth", "ResNet-50: the truth"),
     "finders": ("ResNet-50",),
-    "saving": ("chunked_loss", "checkpoint", "offload"),
+    "saving": ("log-probabilities", "chunked_loss", "checkpoint", "offload"),
     "resnet101": ("peak",),
 }
 _NEAR = 0.05

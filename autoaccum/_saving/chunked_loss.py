@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -15,13 +16,14 @@ from autoaccum._arguments import check_choice, shown
 from autoaccum.errors import InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 # The most tokens computed at once: more take more memory, and are no faster (benchmarks/results/chunked_loss.json).
 CHUNK = 1024
 # Fewer tokens than four chunks are computed in four parts, but of no fewer than these: kernels become small, and the
 # head's weight is read for each.
 _LEAST, _PARTS = 256, 4
+_IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class ChunkedLoss(nn.Module):
@@ -93,13 +95,51 @@ class ChunkedLoss(nn.Module):
             self.head,
             hidden,
             labels,
-            held=list(self.head.parameters()),
+            held=Held(self.head),
             is_alone=True,
             asked="a loss in chunks",
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+        )
+
+    def log_probs(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Return the log-probability of a class for each token; `weight`, `reduction` and smoothing do not count.
+
+            loss.log_probs(hidden, ids)  # head(hidden).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+        Args:
+            hidden: The head's inputs, shape (..., features), in the head's type or under autocast.
+            ids: The class of each token, integers of shape (...). Where it is `ignore_index`, 0 is returned.
+
+        Returns:
+            Shape (...), in float32 at least, with gradients unless under `torch.no_grad`. Waits for the device once.
+
+        Raises:
+            InvalidInputError: The shapes or the types do not agree, or an id is no class.
+        """
+        given = [(one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else shown(one) for one in (hidden, ids)]
+        are_tensors = isinstance(hidden, Tensor) and isinstance(ids, Tensor)
+        if not are_tensors or ids.dtype not in _IDS or not hidden.dim() or ids.shape != hidden.shape[:-1]:
+            raise InvalidInputError(
+                f"log_probs takes the head's inputs, shape (..., features), and the class of each token, integers of "
+                f"shape (...), and got {given[0]} and {given[1]}"
+            )
+        check_head(self.head, hidden)
+        checked = range_check(ids.where(ids != self.ignore_index, 0))
+        return -chunked_cross_entropy(
+            lambda rows: checked(self.head(rows)),
+            self.head,
+            hidden,
+            ids,
+            held=Held(self.head),
+            is_alone=True,
+            asked="log-probabilities in chunks",
+            weight=None,
+            ignore_index=self.ignore_index,
+            reduction="none",
+            label_smoothing=0.0,
         )
 
 
@@ -109,7 +149,7 @@ def chunked_cross_entropy(
     hidden: Tensor,
     labels: Tensor,
     *,
-    held: Sequence[Tensor],
+    held: Held,
     is_alone: bool,
     asked: str,
     weight: Tensor | None,
@@ -127,7 +167,7 @@ def chunked_cross_entropy(
             f"a loss in chunks takes the class of each token, as integers of shape {tuple(hidden.shape[:-1])}, and the "
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}; pass other labels, or use nn.CrossEntropyLoss"
         )
-    _check_held(head, held, asked)
+    held.check(head, asked)
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     counts = classes != ignore_index
     is_plain = is_alone and weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
@@ -136,10 +176,10 @@ def chunked_cross_entropy(
         summed = functional.pad(by_liger(head, rows, classes, ignore_index).reshape(1), (0, 1)).sum()
         return summed if reduction == "sum" else summed / counts.sum()
 
-    def losses_of(rows: Tensor, classes: Tensor) -> Tensor:
-        _check_held(head, held, asked)
+    def losses_of(rows: Tensor, classes: Tensor) -> tuple[Tensor]:
+        held.check(head, asked)
         logits = make(rows)
-        return functional.cross_entropy(
+        losses = functional.cross_entropy(
             logits if logits.dtype is torch.float64 else logits.float(),
             classes,
             weight=None if weight is None else weight.to(logits.device),
@@ -147,11 +187,9 @@ def chunked_cross_entropy(
             reduction="none",
             label_smoothing=label_smoothing,
         )
+        return (losses,)
 
-    size = min(CHUNK, max(-(-len(classes) // _PARTS), _LEAST))
-    compute = functools.partial(checkpoint, losses_of, use_reentrant=False) if torch.is_grad_enabled() else losses_of
-    chunks = zip(torch.split(rows, size), torch.split(classes, size), strict=True)
-    losses = torch.cat([compute(some, their) for some, their in chunks])
+    (losses,) = in_chunks(losses_of, rows, classes)
     if reduction == "none":
         return losses.view(labels.shape)
     if reduction == "sum":
@@ -163,12 +201,61 @@ def chunked_cross_entropy(
     return functional.nll_loss(-losses.unsqueeze(1), torch.where(counts, 0, -100))
 
 
-def _check_held(head: nn.Module, held: Sequence[Tensor], asked: str) -> None:
-    if not all(map(is_, head.parameters(), held)):
-        raise SavingRefusedError(
-            f"{asked}: the head has other parameters where its logits are computed than where it was called "
-            "(torch.func.functional_call puts them in for a call alone); compute the loss of whole logits"
+def in_chunks(compute: Callable[..., tuple[Tensor, ...]], *by_token: Tensor) -> tuple[Tensor, ...]:
+    """Return what `compute` makes of tensors of the same tokens, shape (tokens, ...), a chunk at a time.
+
+    For a gradient, each chunk is computed once more in the backward pass.
+    """
+    size = min(CHUNK, max(-(-len(by_token[0]) // _PARTS), _LEAST))
+    some = functools.partial(checkpoint, compute, use_reentrant=False) if torch.is_grad_enabled() else compute
+    chunks = zip(*(torch.split(one, size) for one in by_token), strict=True)
+    return tuple(map(torch.cat, zip(*(some(*chunk) for chunk in chunks), strict=True)))
+
+
+class Held:
+    """A head's parameters, and other tensors, which must be the same until the last chunk is computed."""
+
+    def __init__(self, head: nn.Module, *others: Tensor) -> None:
+        self._parameters = list(head.parameters())
+        self._versions = [(one, one._version) for one in (*self._parameters, *others) if not one.is_inference()]
+
+    def check(self, head: nn.Module, asked: str) -> None:
+        """Refuse other parameters, and other values."""
+        is_other = not all(map(is_, head.parameters(), self._parameters))
+        if is_other or any(one._version != version for one, version in self._versions):
+            why = "torch.func.functional_call puts them in for a call alone" if is_other else "changed in place"
+            raise SavingRefusedError(
+                f"{asked}: the head has other parameters or hidden states where its logits are computed than where it "
+                f"was called ({why}); compute the loss of whole logits"
+            )
+
+
+def check_head(head: Any, hidden: Tensor) -> None:
+    """Refuse hidden states of another width or type than a linear head's."""
+    if type(head) is not nn.Linear or head._forward_pre_hooks:
+        return
+    is_cast = torch.is_autocast_enabled(hidden.device.type) and hidden.is_floating_point()
+    if hidden.shape[-1:] != (head.in_features,) or (hidden.dtype is not head.weight.dtype and not is_cast):
+        raise InvalidInputError(
+            f"hidden states of shape {tuple(hidden.shape)} in {hidden.dtype} for a head of {head.in_features:,} "
+            f"features in {head.weight.dtype}; pass the head's inputs, (..., features), in its type or under autocast"
         )
+
+
+def range_check(ids: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what refuses logits that lack a class of `ids`, and returns others; waits for the device once."""
+    is_unknown = isinstance(ids, FakeTensor) or not ids.numel()
+    least, most = (0, -1) if is_unknown else torch.stack(torch.aminmax(ids)).tolist()
+
+    def checked(logits: Tensor) -> Tensor:
+        if least < 0 or most >= logits.shape[-1]:
+            raise InvalidInputError(
+                f"ids from {least} to {most} for logits of {logits.shape[-1]:,} classes; pass ids from 0 to "
+                f"{logits.shape[-1] - 1}: clamp ids of padding, and leave out their log-probabilities by a mask"
+            )
+        return logits
+
+    return checked
 
 
 # --- Liger's kernel ---------------------------------------------------------------------------------------------------

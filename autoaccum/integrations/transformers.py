@@ -41,7 +41,7 @@ _STEP_EARLY = ("lomo", "adalomo")
 # Collators of rows that hold several sequences each, or pairs of them.
 _FLATTENED = "DataCollatorWithFlattening"
 # TRL's trainers that were tried, and the losses of preferences that are no means over pairs.
-_TRIED = {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"}
+_TRIED = {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer"}
 _NOT_OF_PAIRS = {"aot": "sorts all pairs", "aot_unpaired": "sorts all pairs", "sft": "is a mean over tokens"}
 _GO_ON = "use it without auto_accumulate(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
@@ -414,7 +414,8 @@ def _check_trl(trainer: Any) -> None:
     Raises:
         InvalidInputError: Micro-batches do not give the gradient of the whole batch.
     """
-    is_dpo = _of_trl(type(trainer)) == "DPOTrainer"
+    kind = _of_trl(type(trainer))
+    is_dpo, is_kto = kind == "DPOTrainer", kind == "KTOTrainer"
     asked = trainer.args.loss_type if is_dpo else []
     for loss_type in [asked] if isinstance(asked, str) else asked:
         if loss_type in _NOT_OF_PAIRS:
@@ -422,10 +423,15 @@ def _check_trl(trainer: Any) -> None:
                 f"loss_type={loss_type!r} {_NOT_OF_PAIRS[loss_type]}, so micro-batches do not give its gradient; "
                 f"{_GO_ON}"
             )
-    if is_dpo and getattr(trainer, "aux_loss_enabled", False):
+    if is_kto and trainer.loss_type != "apo_zero_unpaired":
         raise InvalidInputError(
-            "DPOTrainer adds a router's balancing loss, which is no mean over pairs; pass router_aux_loss_coef=0.0 "
-            f"to DPOConfig, or {_GO_ON}"
+            f"loss_type={trainer.loss_type!r} of KTOTrainer compares each sample with the mean over the batch (KL), so "
+            f"micro-batches do not give its gradient; pass loss_type='apo_zero_unpaired' to KTOConfig, or {_GO_ON}"
+        )
+    if (is_dpo or is_kto) and getattr(trainer, "aux_loss_enabled", False):
+        raise InvalidInputError(
+            f"{kind} adds a router's balancing loss, which is no mean over its rows; pass router_aux_loss_coef=0.0 "
+            f"to {kind.replace('Trainer', 'Config')}, or {_GO_ON}"  # type: ignore[union-attr]
         )
     if getattr(trainer, "use_adaptive_entropy", False):
         raise InvalidInputError(

@@ -1,6 +1,8 @@
 """The scripts in examples/, each at a size for a test: they run, and do what they are about."""
 
+import copy
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -44,7 +46,8 @@ def test_every_example_is_tested_here():
     elsewhere = {"ray_train"}  # tests/across/test_ranks_ray.py
     assert (
         names
-        == {"digits", "resnet101", "fixed_micro_batch", "mean_and_sum", "two_losses", "half_precision"} | elsewhere
+        == {"digits", "resnet101", "fixed_micro_batch", "mean_and_sum", "two_losses", "half_precision", "preferences"}
+        | elsewhere
     )
 
 
@@ -71,6 +74,19 @@ def test_mean_and_sum_train_alike_with_a_mean_and_with_a_sum():
     assert result.plan.micro_batches == (32,) * 4
     for one, other in zip(mean.arguments["model"].parameters(), summed.arguments["model"].parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_preferences_are_learnt_from_log_probabilities_in_chunks():
+    made = recipe("preferences").job(samples=16, target_batch=8, vocabulary=50, length=12)
+    reference = copy.deepcopy(made.arguments["model"].reference)
+
+    result = run(made, micro_batch=3, epochs=4)
+
+    losses = [report.loss for report in result.history]
+    assert losses[0] == pytest.approx(math.log(2))
+    assert losses[-1] < losses[0]
+    for one, other in zip(made.arguments["model"].reference.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_two_losses_are_added_and_the_learning_rate_is_scaled():
