@@ -1,4 +1,4 @@
-"""save_memory="chunked_loss": what is computed of each token's logits is as of whole logits, with the same gradients."""
+"""save_memory="chunked_loss": what is computed of each token's logits is as of whole logits, with equal gradients."""
 
 import pytest
 import torch
