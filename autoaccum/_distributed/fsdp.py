@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Progress, WindowResult
-    from autoaccum._engine.savepoint import State
+    from autoaccum._engine.savepoint import SavedState
 
 # BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
@@ -62,7 +62,7 @@ class ShardedRankPeers(RankPeers):
     def __init__(self, ranks: Ranks, step: TrainingStep, largest_size: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
         self._training = step
-        self._before: State | None = None  # the state before the last pass with nothing
+        self._before: SavedState | None = None  # the state before the last pass with nothing
         self._largest_size = largest_size
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
@@ -90,7 +90,7 @@ class ShardedRankPeers(RankPeers):
         for _ in range(self._passes - len(at.sizes)):
             self._pass_with_nothing()
         if given.doubt is not None:
-            raise given.doubt.error
+            raise given.doubt
         try:
             super().agree(given, at)
         except BeginAgain:

@@ -93,7 +93,7 @@ class GradientAccumulator:
         try:
             step.clear_gradients()
             try:
-                engine.begin(window, is_final=lambda: self._is_added, on_change=self._on_change)
+                engine.begin(window, is_made=lambda: self._is_added, on_change=self._on_change)
                 while True:
                     with engine.attempt():
                         given = engine.gradient()
@@ -109,7 +109,7 @@ class GradientAccumulator:
             finally:
                 engine.end()
             elapsed_s = time.perf_counter() - started
-            engine.complete(elapsed_s)
+            engine.learn_from_window(elapsed_s)
         except BaseException as error:
             if self._is_added:
                 error.add_note("autoaccum: the gradient of this batch is in .grad, so it must not be repeated")
@@ -164,7 +164,7 @@ class GradientAccumulator:
         """Reject a window without gradients, and allocate while there is a way back."""
         if not self._step.holds_gradients():
             error = no_gradient(self._step.parameters)
-            if self._engine is not None and not self._engine.is_due:
+            if self._engine is not None and not self._engine.checks_all:
                 raise RecheckWindow(error)  # the parameters may be new
             raise error
         self._sums = None

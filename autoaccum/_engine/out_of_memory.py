@@ -34,7 +34,7 @@ def resolvable_oom(
     """Return what happened, once the error keeps nothing alive; None if smaller micro-batches cannot resolve it.
 
     Args:
-        error: What was caught.
+        error: What was caught: lack of memory, or a kernel that refuses the size.
         phase: In which phase.
         size: The samples of the micro-batch; None where smaller ones would not help.
         witness: Sees the error first.
@@ -71,8 +71,8 @@ class Phase(StrEnum):
     """A phase of a window. Its value appears in `MemoryEvent.phase` and in reports."""
 
     SAVE = "save"  # buffers and random state, to restore them later
-    WEIGH = "weigh"  # try the loss, and weigh micro-batches
-    TRANSFER = "transfer"
+    WEIGH = "weigh"  # choose sizes, try losses, and choose how they are weighed
+    TRANSFER = "transfer"  # also while memory for the micro-batch is checked
     FORWARD = "forward"
     BACKWARD = "backward"
     RESERVE = "reserve"  # memory for the optimizer's step

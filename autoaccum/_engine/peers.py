@@ -95,6 +95,7 @@ class Peers:
 
         Raises:
             BeginAgain: All have to make the window again, since one has learned more about what a loss runs over.
+            NotSettled: This process's predictions of the weights are off by no common factor.
         """
         # The gradient already is that of the whole window.
         factor = 1.0 if given.weights is None else given.weights.correction()
@@ -114,7 +115,7 @@ class Peers:
         """Agree that all processes make the window's optimizer step; return the window, as it is for the step."""
         return reduced
 
-    def failed(self, error: Exception, size: int | None) -> int | None:  # noqa: ARG002
+    def lacking_size(self, error: Exception, size: int | None) -> int | None:  # noqa: ARG002
         """Tell the others of a failure, and return the size of the micro-batch that lacks memory, here or there.
 
         Raises:
@@ -129,7 +130,7 @@ class Peers:
     def commit(self) -> bool:
         """Step the optimizer, which all processes do now; return whether the scaler skipped it.
 
-        Out-of-memory errors of a process that is alone pass through unchanged: the window can be retried.
+        Out-of-memory errors of a process that is alone pass through; `OptimizerSteps.commit` has then undone its step.
         """
         assert self._optimizer_steps is not None
         return self._optimizer_steps.commit()

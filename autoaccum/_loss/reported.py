@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autoaccum._loss.loss_values import LossValue
-    from autoaccum._loss.window_weights import Alone, WindowWeights
+    from autoaccum._loss.window_weights import SingleMicroBatch, WindowWeights
 
 # Kinds of named numbers that ranks sum over a window. Those up to WEIGHT are multiplied by the weight of a rank's part;
 # the others are summed unweighted.
@@ -27,7 +27,7 @@ _PAIRS = ((TOTAL, WEIGHT), (OWN_TOTAL, OWN_WEIGHT))
 
 
 def note(
-    values: Sequence[LossValue], samples: int, weights: Alone | WindowWeights, into: dict[Slot, list[Any]]
+    values: Sequence[LossValue], samples: int, weights: SingleMicroBatch | WindowWeights, into: dict[Slot, list[Any]]
 ) -> None:
     """Record the values that one micro-batch reports, as sums with their weights."""
     counts = weights.number_of([one for one in values if not one.is_reported])

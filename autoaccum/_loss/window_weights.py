@@ -37,7 +37,7 @@ _READ = Reduction.MEAN, Source.GRAPH
 _COMPILED = "CompiledFunctionBackward"  # the node of compiled code, whose graph says nothing
 
 
-class Alone:
+class SingleMicroBatch:
     """A micro-batch that is the whole window, so that every loss is as it is."""
 
     # Whether `weigh_at_once` may see what the only loss adds.
@@ -70,7 +70,7 @@ class Alone:
         return Number(1.0, 1.0)
 
 
-class BySamples(Alone):
+class BySamples(SingleMicroBatch):
     """Micro-batches of a window in which every loss is a mean over samples."""
 
     is_quick = True
@@ -139,7 +139,7 @@ class WindowWeights:
             from.
 
     Attributes:
-        is_quick: As for `Alone`.
+        is_quick: As for `SingleMicroBatch`.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class WindowWeights:
         return sizes, sum(sizes) / self._samples
 
 
-class Nothing(Alone):
+class Nothing(SingleMicroBatch):
     """Samples that count for nothing, of a process that makes a pass since others make it."""
 
     def weigh(self, loss: LossValue) -> Tensor:

@@ -209,7 +209,7 @@ class Runner:
                     report = savings.run(
                         lambda: runner.step(part),
                         on_climb=lambda: runner.sizing.set(runner.sizing.cutter.set_plan),
-                        is_final=lambda: runner.is_past_return,
+                        is_past_return=lambda: runner.is_past_return,
                     )
         assert report is not None
         return report
