@@ -46,7 +46,7 @@ class Transfer:
         self.copies = True
 
     def feed(self, window: Window, sizes: Sequence[int], start: int = 0) -> AbstractContextManager[Iterator[Any]]:
-        """Give the micro-batches of a window from sample `start` on, on the device, on CUDA prefetching the next one."""
+        """Give a window's micro-batches from sample `start` on, on the device, on CUDA prefetching the next one."""
         cuts = window.cuts(sizes, start)
         if window.is_on(self._device):
             return contextlib.nullcontext(map(copied, cuts) if self.copies else cuts)

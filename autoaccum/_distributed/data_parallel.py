@@ -303,7 +303,7 @@ class RankPeers(Peers):
     def _exchange_parts(self, given: PartResult, known: bytes) -> None:
         """Exchange the messages about parts."""
         if self._window.samples:
-            self._sizing.wait()
+            self._sizing.clock.wait()
         flags = [parameter.grad is not None for parameter in self._trained] + self._buffers.written()
         mine = Part(
             samples=self._window.samples,

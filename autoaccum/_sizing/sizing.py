@@ -54,8 +54,8 @@ class Sizing:
         self._wanted = wanted
         self._events = events
         self.cutter = Cutter(memory, parameters, cutting, wanted, events)
-        self.learner = Learner(self.cutter, memory, parameters, wanted, events)
-        self.clock = Clock(self.cutter, memory, None if self.cutter.is_shrunk else wanted.times_after, events)
+        self.learner = Learner(self.cutter)
+        self.clock = Clock(self.cutter, None if self.cutter.is_shrunk else wanted.times_after)
         self._alone: Counter[int] = Counter()  # how often this window's samples failed alone, by their indices
         self._too_large: set[Widths] = set()  # of samples that failed alone also after waiting
         self._is_measuring = False
@@ -189,10 +189,6 @@ class Sizing:
             self._can_measure = False
         else:
             frontier.measure(size, widths, extra, is_bound=start == 0)
-
-    def wait(self) -> None:
-        """Record that the window now waits for other processes."""
-        self.clock.wait()
 
     def fail(self, start: int, size: int, *, may_wait: bool = False) -> bool:
         """Switch to smaller sizes after a micro-batch ran out of memory; return whether to try again.
