@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import PartResult, Progress
+    from autoaccum._engine.gradients import PartResult
     from autoaccum._loss import reported
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.summands import SummandKey
@@ -187,9 +187,9 @@ class RankPeers(Peers):
             return error.size
         return self.ranks.lack(size, error)
 
-    def reduce(self, given: PartResult, at: Progress) -> WindowResult:
+    def reduce(self, given: PartResult) -> WindowResult:
         """As for `Peers`: agree with the other ranks, and sum the gradients."""
-        self.agree(given, at)
+        self.agree(given)
         if not self.samples or self._drops([part.samples for part in self.parts]):
             return WindowResult()
         self._step.stage.phase = Phase.REDUCE
@@ -219,7 +219,7 @@ class RankPeers(Peers):
         self._step.memory.release()
         return steps.commit()
 
-    def agree(self, given: PartResult, at: Progress) -> None:  # noqa: ARG002 - for those who count passes
+    def agree(self, given: PartResult) -> None:
         """Confirm that all ranks have completed their parts, and find what they multiply their gradients by.
 
         Raises:

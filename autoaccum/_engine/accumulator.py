@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,7 +97,7 @@ class GradientAccumulator:
                     with engine.attempt():
                         given = engine.gradient()
                         step.stage.phase = Phase.ADD
-                        reduced = self._peers.reduce(given, engine.at)
+                        reduced = self._peers.reduce(given)
                         self._before_adding()
                         self._peers.decide(reduced)
                         self._add()
@@ -168,7 +167,7 @@ class GradientAccumulator:
                 raise RecheckWindow(error)  # the parameters may be new
             raise error
         self._sums = None
-        if any(map(is_not, self._earlier, repeat(None))):
+        if any(gradient is not None for gradient in self._earlier):
             pairs = zip(self._earlier, map(_GRADIENT, self._parameters), strict=True)
             self._sums = [
                 None if before is None or own is None or (_is_plain(before) and _is_plain(own)) else _sum(before, own)

@@ -5,6 +5,7 @@ Nothing is caught here. `stage` records what was being done when something faile
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -155,17 +156,10 @@ class GradientStep:
 
     def accumulate(self, batch: Any, samples: int, weights: SingleMicroBatch | WindowWeights, into: PartResult) -> None:
         """Run one micro-batch by itself, forward and backward; arguments as for `run` and `loss_passes`."""
-        run = self.run if self.passes is None else self.run_with_others
-        run(batch, samples, self.loss_passes(weights, into, Progress()))
-
-    def run_with_others(self, batch: Any, samples: int, loss_passes: Iterable[LossPass]) -> None:
-        """As `run` does, in a pass that all processes make together."""
-        assert self.passes is not None
-        with self.passes.training_pass(samples):
-            self.run(batch, samples, loss_passes)
+        self.run(batch, samples, self.loss_passes(weights, into, Progress()))
 
     def run(self, batch: Any, samples: int, loss_passes: Iterable[LossPass]) -> None:
-        """Run one micro-batch, on the device, forward and backward, adding to the gradients.
+        """Run one micro-batch, on the device, forward and backward, adding to the gradients; with `passes`, together.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
 
@@ -174,19 +168,17 @@ class GradientStep:
             samples: Its samples.
             loss_passes: How each forward pass runs, and how its losses are weighed.
         """
-        stage, context, scale = self.stage, self.precision.autocast(), self.scale
-        for forward, weigh in loss_passes:
-            stage.phase = Phase.FORWARD
-            with context:
-                found = forward(batch, samples)
-            total = weigh(found, batch, samples)
-            del found  # outputs, which a loss seldom needs for its gradient
-            if total is not None and self.watch is not None:
-                self.backward(total)
-            elif total is not None:
-                stage.phase = Phase.BACKWARD
-                (total if scale is None else scale(total)).backward()  # type: ignore[no-untyped-call]
-            del total  # its graph, before the next one
+        context = self.precision.autocast()
+        with nullcontext() if self.passes is None else self.passes.training_pass(samples):
+            for forward, weigh in loss_passes:
+                self.stage.phase = Phase.FORWARD
+                with context:
+                    found = forward(batch, samples)
+                total = weigh(found, batch, samples)
+                del found  # outputs, which a loss seldom needs for its gradient
+                if total is not None:
+                    self.backward(total)
+                del total  # its graph, before the next one
 
     def loss_passes(self, weights: SingleMicroBatch | WindowWeights, into: PartResult, at: Progress) -> list[LossPass]:
         """Return how micro-batches run with losses of any form.

@@ -66,6 +66,7 @@ class PartResult:
         reached: What the gradient of losses in which nothing counts, and that had no backward pass, would have reached.
         doubt: The error with which the training ends, since a loss cannot be weighted as planned; held back where
             processes have to end passes together before they hear of it. These results do not count.
+        micro_batches: How many have run, not counted for `loss_scope="window"`.
     """
 
     samples: int = 0
@@ -76,13 +77,11 @@ class PartResult:
     outputs: list[Any] = field(default_factory=list)
     reached: list[Tensor] = field(default_factory=list)
     doubt: InvalidInputError | None = None
+    micro_batches: int = 0
 
     def loss(self, name: str) -> list[Tensor]:
         """Return the list of what each micro-batch adds to a loss."""
-        found = self.losses.get(name)
-        if found is None:
-            found = self.losses[name] = LossSum([])
-        return found.parts
+        return self.losses.setdefault(name, LossSum([])).parts
 
     def give_zeros(self) -> None:
         """Give zeros to `reached` without a gradient: optimizers leave out parameters that have none."""

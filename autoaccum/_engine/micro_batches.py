@@ -98,7 +98,6 @@ class MicroBatches:
             return self._run_whole(self._whole, window, at, at_start, checks_all=checks_all)
         step, sizing, stage, given = self._step, self._sizing, self._step.stage, PartResult(window.samples)
         noise = self._noise if measures_noise else None
-        run = step.run if step.passes is None else step.run_with_others
         weights: SingleMicroBatch | WindowWeights | None = None
         loss_passes: list[LossPass] = []
         first_norm: list[Tensor] = []
@@ -120,12 +119,12 @@ class MicroBatches:
                     at.size, stage.start, stage.phase = size, at.done, Phase.TRANSFER
                     for hook in before:
                         hook(at.done, size)
-                    run(next(feed), size, loss_passes)
+                    step.run(next(feed), size, loss_passes)
                     for hook in after:
                         hook(at.done, size)
                     at.done += size
             at.sizes = at.sizes[: earlier + len(sizes)]
-        at.size = None
+        at.size, given.micro_batches = None, len(at.sizes)
         if given.doubt is None and isinstance(weights, WindowWeights):
             weights.finish()
             given.weights = weights

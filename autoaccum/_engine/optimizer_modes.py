@@ -86,7 +86,8 @@ class _Modes:
             self._copy = copy = OptimizerCopy(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.before = copy.as_copied(optimizer.state_dict()), copy.as_copied(held)
-        self._flags = self._flags_now()
+        own = map(vars, with_modes(optimizer))
+        self._flags = [{name: one for name, one in kept.items() if isinstance(one, _FLAGS)} for kept in own]
 
     def evaluate(self) -> None:
         with signals.held():
@@ -107,10 +108,6 @@ class _Modes:
         self._copy.undo()
         for part, flags in zip(with_modes(self._optimizer), self._flags, strict=True):
             vars(part).update(flags)
-
-    def _flags_now(self) -> list[dict[str, Any]]:
-        parts = with_modes(self._optimizer)
-        return [{name: flag for name, flag in vars(part).items() if isinstance(flag, _FLAGS)} for part in parts]
 
 
 def _call(name: str, optimizer: torch.optim.Optimizer) -> None:

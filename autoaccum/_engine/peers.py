@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Losses, PartResult, Progress
+    from autoaccum._engine.gradients import Losses, PartResult
     from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.sizing import Sizing
 
@@ -83,12 +83,8 @@ class Peers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: PartResult, at: Progress) -> WindowResult:  # noqa: ARG002
+    def reduce(self, given: PartResult) -> WindowResult:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
-
-        Args:
-            given: What this process has computed.
-            at: How far it is.
 
         Returns:
             The window; of 0 samples if no process has any, or it is left out.

@@ -265,8 +265,7 @@ class Engine:
         given = self._micro_batches.run(
             self._window, self.at, before, self._totals, checks_all=self.checks_all, measures_noise=self._measures_noise
         )
-        if self._step.objective.knowledge.owes_warning:
-            self._step.objective.knowledge.warn_if_unchecked()
+        self._step.objective.knowledge.warn_if_unchecked()
         return given
 
     def _run_checked(self, before: SavedState) -> PartResult:
@@ -314,7 +313,11 @@ class Engine:
         Raises:
             InvalidInputError: It cannot run again.
         """
-        self._refuse_changed_data(first_line(error))
+        if self._window.versions() != self._versions_of_data:
+            raise InvalidInputError(
+                f"the window has to run again ({first_line(error)}), and the model has changed its input in place; let "
+                "the model work on a copy (inputs.clone())"
+            )
         if isinstance(error, BeginAgain):
             self._totals = error.totals
             self.restore()
@@ -473,18 +476,6 @@ class Engine:
                 "drop_last=True (of fit, autoaccum.windows or the DataLoader)"
             )
         return refuses_one
-
-    def _refuse_changed_data(self, reason: str) -> None:
-        """Refuse to run a window again whose samples the model has changed.
-
-        Raises:
-            InvalidInputError: It has.
-        """
-        if self._window.versions() != self._versions_of_data:
-            raise InvalidInputError(
-                f"the window has to run again ({reason}), and the model has changed its input in place; let the model "
-                "work on a copy (inputs.clone())"
-            )
 
     # --- what is reported ---------------------------------------------------------------------------------------------
 

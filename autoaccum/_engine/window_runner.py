@@ -105,15 +105,14 @@ class WindowRunner:
         part = (shuffled(part, number) if measures else self._in_order(part)).made_of(part)
         optimizer_modes.train(self._step.optimizer)
         try:
-            if self._step.holds_gradients():
-                drop_old_gradients(self._step, self._notices)
+            drop_old_gradients(self._step, self._notices)
             try:
                 engine.begin(part, is_made=self._is_made, on_change=self._on_change, measures_noise=measures)
                 while True:
                     with engine.attempt():
                         given = engine.gradient()
                         steps.reserve(peers.expected_gradients())
-                        reduced = peers.reduce(given, engine.at)
+                        reduced = peers.reduce(given)
                         if not reduced.samples:
                             engine.restore()
                             return None
@@ -151,7 +150,9 @@ class WindowRunner:
         """Reject an unusable optimizer step, and prepare what moves with it, while there is a way back."""
         if self.engine.checks_all:
             if self._checks_finite:
-                _check_finite(reduced)
+                values = {name: parts.total().item() for name, parts in reduced.losses.items()}
+                if not all(map(math.isfinite, values.values())):
+                    raise not_finite(values)
             if not self._step.holds_gradients():
                 raise no_gradient(self._step.parameters)
             self._checks_finite = False
@@ -223,12 +224,6 @@ class WindowRunner:
         return self._is_made() or self._peers.is_decided
 
 
-def _check_finite(reduced: WindowResult) -> None:
-    values = {name: parts.total().item() for name, parts in reduced.losses.items()}
-    if not all(map(math.isfinite, values.values())):
-        raise not_finite(values)
-
-
 def as_step_complete(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
     """Return the exception to raise for an error that came after an optimizer step: the error itself if it can stay.
 
@@ -238,18 +233,14 @@ def as_step_complete(error: BaseException, step: int, *, has_moved: bool) -> Bas
     """
     if isinstance(error, StepCompleteError):
         return error
-    rest = (
-        "everything that moves with it has moved"
-        if has_moved
-        else "not all that moves with it (the scheduler) has moved"
-    )
+    rest, then = "everything that moves with it has moved", "go on with the next window"
+    if not has_moved:
+        rest = "not all that moves with it (the scheduler) has moved"
+        then = (
+            "do not make this window again; fix what failed, and resume from the last checkpoint, or start over if "
+            "there is none"
+        )
     if isinstance(error, Exception) and (not has_moved or is_oom(error)):
-        then = "go on with the next window"
-        if not has_moved:
-            then = (
-                "do not make this window again; fix what failed, and resume from the last checkpoint, or start over if "
-                "there is none"
-            )
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
         return StepCompleteError(f"optimizer step {step} is made, and {rest}: {what}; {then}", step)
     error.add_note(f"autoaccum: optimizer step {step} is made, and {rest}")

@@ -192,7 +192,12 @@ class Evaluator:
         step, objective = self._step, self._step.objective
         objective.calls.may_lack_loss = self._has_metrics
         try:
-            with evaluation_weights(step.optimizer, step.memory), evaluation_mode(objective.modules), _no_gradients():
+            with (
+                evaluation_weights(step.optimizer, step.memory),
+                evaluation_mode(objective.modules),
+                torch.inference_mode(False),  # the caller's, in which graphs of losses say nothing
+                torch.no_grad(),
+            ):
                 yield
         finally:
             objective.calls.may_lack_loss = False
@@ -234,21 +239,18 @@ class Evaluator:
     def _checked_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; once more, if a loss in it is not what a check has found earlier."""
         # Not a loss over whole windows, nor one of a model that communicates in its passes.
-        self._may_check = is_checked = self._whole is None and self._step.passes is None
-        if is_checked and size < window.samples:
+        self._may_check = self._whole is None and self._step.passes is None
+        if self._may_check and size < window.samples:
             check_losses(self._step, window.part(start, start + size))
-        try:
-            return self._one_part(window, start, size)
-        except RecheckWindow as error:
-            if not is_checked:
-                raise error.error from None
-        self._may_check = False
-        self._step.objective.knowledge.ask_for_check()
-        check_losses(self._step, window.part(start, start + size))
-        try:
-            return self._one_part(window, start, size)
-        except RecheckWindow as error:
-            raise error.error from None
+        while True:
+            try:
+                return self._one_part(window, start, size)
+            except RecheckWindow as error:
+                if not self._may_check:
+                    raise error.error from None
+            self._may_check = False
+            self._step.objective.knowledge.ask_for_check()
+            check_losses(self._step, window.part(start, start + size))
 
     def _one_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
@@ -353,13 +355,6 @@ def check_losses(step: GradientStep, window: Window) -> None:
             step.savepoint.unrestored.restore()
     objective.check_anew()
     raise whole_does_not_fit(step, said, Phase.WEIGH, TRIES_TO_WEIGH)
-
-
-@contextmanager
-def _no_gradients() -> Iterator[None]:
-    """Compute no gradients, also where the caller is in inference mode, in which graphs of losses say nothing."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _times(value: Tensor, factor: Any) -> Tensor:
