@@ -143,11 +143,7 @@ class GradientAccumulator:
     # --- a batch ------------------------------------------------------------------------------------------------------
 
     def _on_change(self) -> None:
-        """Set gradients of new parameters aside, and let other processes know of them.
-
-        Raises:
-            InvalidInputError: Other processes are in the middle of the window.
-        """
+        """Set gradients of new parameters aside, and let other processes know of them."""
         assert self._engine is not None
         known = dict(zip(self._parameters, self._earlier, strict=True))
         new = [parameter for parameter in self._step.parameters if parameter not in known]

@@ -162,11 +162,6 @@ class GradientStep:
         """Run one micro-batch, on the device, forward and backward, adding to the gradients; with `passes`, together.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
-
-        Args:
-            batch: The micro-batch.
-            samples: Its samples.
-            loss_passes: How each forward pass runs, and how its losses are weighed.
         """
         context = self.precision.autocast()
         with nullcontext() if self.passes is None else self.passes.training_pass(samples):
@@ -181,13 +176,7 @@ class GradientStep:
                 del total  # its graph, before the next one
 
     def loss_passes(self, weights: SingleMicroBatch | WindowWeights, into: PartResult, at: Progress) -> list[LossPass]:
-        """Return how micro-batches run with losses of any form.
-
-        Args:
-            weights: Weighs the losses of a micro-batch within those of the window.
-            into: Results of the window.
-            at: Follows the micro-batches.
-        """
+        """Return how micro-batches run with losses of any form."""
         sources = self.objective.calls.sources
         return [
             (

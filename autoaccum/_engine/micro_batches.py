@@ -134,9 +134,7 @@ class MicroBatches:
     def _hooks(self, window: Window, first_norm: list[Tensor] | None) -> tuple[list[Hook], list[Hook]]:
         """Return what this window needs before and after each micro-batch.
 
-        Args:
-            window: The samples.
-            first_norm: Gets the squared norm of the first micro-batch's gradient; None if nobody asks for it.
+        `first_norm` gets the squared norm of the first micro-batch's gradient; None if nobody asks for it.
         """
         before: list[Hook] = []
         after: list[Hook] = []

@@ -34,11 +34,7 @@ def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def train(optimizer: torch.optim.Optimizer) -> None:
-    """Put the weights for training into the parameters, if they are not there. Not within a window.
-
-    Raises:
-        StateDamagedError: The optimizer failed at that.
-    """
+    """Put the weights for training into the parameters, if they are not there. Not within a window."""
     try:
         _call("train", optimizer)
     except Exception as error:

@@ -126,11 +126,6 @@ def probe(
         on_trial: Called after each trial.
         begins_with: The result of an earlier search. If it fits, it is returned without further trials.
         frontier: What an earlier search has found; follows what this one finds.
-
-    Raises:
-        InvalidInputError: The limit cannot be set, or the loss cannot be computed over a window.
-        DoesNotFitError: Not even one sample fits.
-        DeviceLostError: This process can no longer use the device.
     """
     memory = step.memory
     host = memory if memory.device.type == "cpu" else backend_for(torch.device("cpu"))

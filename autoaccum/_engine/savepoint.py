@@ -170,11 +170,7 @@ class SavedState:
         self._writes = self._savepoint.writes
 
     def restore(self, *, with_attributes: bool = True) -> None:
-        """Restore the state; `damage` tells what could not be.
-
-        Args:
-            with_attributes: Whether also plain attributes, if they were saved.
-        """
+        """Restore the state, and plain attributes that were saved if asked to; `damage` tells what could not be."""
         self._savepoint.unrestored = self
         if self._attributes is not None and with_attributes:
             self._attributes.put_back()

@@ -308,11 +308,7 @@ class Engine:
     # --- an attempt failed: restore, and begin again ------------------------------------------------------------------
 
     def _prepare_rerun(self, error: RecheckWindow | NotSettled | BeginAgain) -> None:
-        """Restore the window, whose loss is not what is known of it, so that it runs again.
-
-        Raises:
-            InvalidInputError: It cannot run again.
-        """
+        """Restore the window, whose loss is not what is known of it, so that it runs again."""
         if self._window.versions() != self._versions_of_data:
             raise InvalidInputError(
                 f"the window has to run again ({first_line(error)}), and the model has changed its input in place; let "

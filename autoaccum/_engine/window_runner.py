@@ -93,10 +93,6 @@ class WindowRunner:
 
         Returns:
             What was done; None if no process has a sample of the window.
-
-        Raises:
-            RankFailedError: Another process cannot continue.
-            AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
         engine, peers, steps, number = self.engine, self._peers, self._step.optimizer_steps, self.events.windows + 1

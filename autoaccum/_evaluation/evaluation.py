@@ -117,10 +117,6 @@ class Evaluator:
             batches: A loader's batches.
             trained_size: A size known to fit in training, if any. If the device does not fail cleanly, the first
                 attempt is no larger; otherwise it is a whole batch.
-
-        Raises:
-            InvalidInputError: There is no batch, a metric returns no number, or there are neither metrics nor a loss.
-            DoesNotFitError: Not even one sample fits, or memory ran out in a metric that keeps its own count.
         """
         started = time.perf_counter()
         step, sums, samples = self._step, _Sums(), 0
@@ -154,12 +150,7 @@ class Evaluator:
         return Evaluation(loss, metrics, samples, time.perf_counter() - started, losses=losses)
 
     def try_out(self, batches: Iterable[Any], most: int | None = None) -> None:
-        """Evaluate one micro-batch of at most `most` samples, whose lack of memory is no error; modes are restored.
-
-        Raises:
-            InvalidInputError: There is no sample, a metric returns no number, or there are neither metrics nor a loss.
-            DoesNotFitError: Memory ran out in a metric that keeps its own count.
-        """
+        """Evaluate one micro-batch of at most `most` samples, whose lack of memory is no error; modes are restored."""
         split, self.has_loss = self._step.objective.split, None
         self._may_check = False
         try:
@@ -323,12 +314,7 @@ class Evaluator:
 
 
 def check_losses(step: GradientStep, window: Window) -> None:
-    """Try the losses on a few samples, and on fewer if memory runs out, where it is not known how they weigh them.
-
-    Raises:
-        DoesNotFitError: Not even one sample fits.
-        InvalidInputError: A loss cannot be put together from micro-batches.
-    """
+    """Try the losses on a few samples, and on fewer if memory runs out, where it is not known how they weigh them."""
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
     if is_ambiguous(objective.knowledge, window):
         objective.knowledge.ask_for_check()

@@ -71,13 +71,7 @@ class PartsThatFit:
         self._to_overwrite: SavedState | None = None  # before an earlier part, whose memory is used again
 
     def of(self, window: Window, function: Callable[[int, int], _T]) -> Iterator[tuple[int, _T]]:
-        """Yield the size of each part of a batch, in order, and what a function of its start and size returns.
-
-        Raises:
-            DoesNotFitError: Not even one sample fits.
-            InvalidInputError: Memory ran out, and the samples were changed in place.
-            StateDamagedError: Memory ran out after something was written that cannot be restored.
-        """
+        """Yield the size of each part of a batch, in order, and what a function of its start and size returns."""
         start = tries = failures = 0
         is_clean, samples = True, window.samples
         most = samples if self._most is None else min(samples, self._most)
@@ -111,9 +105,6 @@ class PartsThatFit:
         """Return what a function of each part and its size returns; the sizes; and the batch as a window.
 
         A batch that cannot be cut is a single part, of size 1, and no window.
-
-        Raises:
-            InvalidInputError: Memory ran out, and the batch cannot be cut; or as for `of`.
         """
         try:
             window = Window([batch], split)
