@@ -152,7 +152,7 @@ def fit_with_evaluation():
 def fit_that_saves_memory():
     model = nn.Sequential(network(), nn.Linear(CLASSES, 32), nn.Tanh(), nn.Linear(32, CLASSES))
     optimizer = adam(model)
-    options = {"memory": "checkpoint:ReLU", "clip_grad_norm": 1.0, "precision": "bf16-mixed"}
+    options = {"save_memory": "checkpoint:ReLU", "clip_grad_norm": 1.0, "precision": "bf16-mixed"}
     return model, optimizer, by_fit(model, optimizer=optimizer, loss=nn.CrossEntropyLoss(), **options)
 
 

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from autoaccum._data.batches import count
 from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._engine.gradients import PartResult
-from autoaccum._loss.known_shares import Alone
+from autoaccum._loss.known_shares import SingleMicroBatch
 from autoaccum._memory.simulated import Simulated
 from put_together import training_step
 
@@ -31,7 +31,7 @@ def real_peak(model, batch, *, loss=None, optimizer=None, precision="fp32"):
     samples = count(batch)
 
     def once():
-        step.accumulate(batch, samples, Alone(step.objective.knowledge), PartResult(samples))
+        step.accumulate(batch, samples, SingleMicroBatch(step.objective.knowledge), PartResult(samples))
         step.optimizer.step()
 
     once()

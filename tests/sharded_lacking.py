@@ -13,7 +13,7 @@ from autoaccum._engine.optimizer_step import OptimizerSteps
 from sharded_training import train
 
 WHERE = {
-    "enter": (GradientStep, "run_with_others"),
+    "enter": (GradientStep, "run"),
     "transfer": (Transfer, "feed"),
     "reserve": (OptimizerSteps, "reserve"),
     "after the passes": (RankPeers, "_fill_losses"),

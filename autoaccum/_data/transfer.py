@@ -1,4 +1,4 @@
-"""Moves micro-batches to the device, prefetching the next one while the current one computes."""
+"""Moves micro-batches to the device, on CUDA prefetching the next one while the current one computes."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Transfer:
         self.copies = True
 
     def feed(self, window: Window, sizes: Sequence[int], start: int = 0) -> AbstractContextManager[Iterator[Any]]:
-        """Give the micro-batches of a window from sample `start` on, on the device, prefetching the next one."""
+        """Give a window's micro-batches from sample `start` on, on the device, on CUDA prefetching the next one."""
         cuts = window.cuts(sizes, start)
         if window.is_on(self._device):
             return contextlib.nullcontext(map(copied, cuts) if self.copies else cuts)
         return contextlib.closing(self.send(cuts))
 
     def send(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """Return micro-batches on the device, prefetching the next one."""
+        """Return micro-batches on the device, on CUDA prefetching the next one."""
         if self._device.type != "cuda":
             return (self.place(batch) for batch in batches)
         if self._stream is None:

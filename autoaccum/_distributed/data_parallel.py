@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import PartResult, Progress
+    from autoaccum._engine.gradients import PartResult
     from autoaccum._loss import reported
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.summands import SummandKey
@@ -64,7 +64,7 @@ class Part(NamedTuple):
         settings: A digest of the settings of the optimizer's groups.
         flags: Which parameters have a gradient and which buffers were written, packed.
         requests: Actions that the rank requests after this window, as bits.
-        failed: What ran out of memory on it since its last message: samples and widths.
+        failures: What ran out of memory on it since its last message: samples and widths.
         variance: The variance of its gradients, if noise was measured.
         is_stale: Whether what it knows of the losses now asks for weights that it was not given beforehand.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
@@ -76,7 +76,7 @@ class Part(NamedTuple):
     settings: bytes
     flags: bytes
     requests: int
-    failed: tuple[tuple[int, Widths], ...]
+    failures: tuple[tuple[int, Widths], ...]
     variance: float | None
     is_stale: bool
     larger: int | None
@@ -176,7 +176,7 @@ class RankPeers(Peers):
         self.is_awaited = False
         self._settings.begin()
 
-    def failed(self, error: Exception, size: int | None) -> int | None:
+    def lacking_size(self, error: Exception, size: int | None) -> int | None:
         """As for `Peers`: where the others wait for this rank, which lacks memory, all begin the window again."""
         if self.is_decided:
             raise error
@@ -187,9 +187,9 @@ class RankPeers(Peers):
             return error.size
         return self.ranks.lack(size, error)
 
-    def reduce(self, given: PartResult, at: Progress) -> WindowResult:
+    def reduce(self, given: PartResult) -> WindowResult:
         """As for `Peers`: agree with the other ranks, and sum the gradients."""
-        self.agree(given, at)
+        self.agree(given)
         if not self.samples or self._drops([part.samples for part in self.parts]):
             return WindowResult()
         self._step.stage.phase = Phase.REDUCE
@@ -219,7 +219,7 @@ class RankPeers(Peers):
         self._step.memory.release()
         return steps.commit()
 
-    def agree(self, given: PartResult, at: Progress) -> None:  # noqa: ARG002 - for those who count passes
+    def agree(self, given: PartResult) -> None:
         """Confirm that all ranks have completed their parts, and find what they multiply their gradients by.
 
         Raises:
@@ -234,8 +234,8 @@ class RankPeers(Peers):
         if len({part.settings for part in self.parts}) > 1:
             self._settings.compare(self.ranks)
         for part, is_like in zip(self.parts, self._are_like, strict=True):
-            if part.failed and is_like:  # else every rank would find it out by failing, and the others wait each time
-                self._sizing.adopt(part.failed)
+            if part.failures and is_like:  # else every rank would find it out by failing, and the others wait each time
+                self._sizing.adopt(part.failures)
         if len({part.known for part in self.parts}) == 1 and not any(part.is_stale for part in self.parts):
             self._settle()
             return
@@ -303,7 +303,7 @@ class RankPeers(Peers):
     def _exchange_parts(self, given: PartResult, known: bytes) -> None:
         """Exchange the messages about parts."""
         if self._window.samples:
-            self._sizing.wait()
+            self._sizing.clock.wait()
         flags = [parameter.grad is not None for parameter in self._trained] + self._buffers.written()
         mine = Part(
             samples=self._window.samples,
@@ -312,12 +312,12 @@ class RankPeers(Peers):
             settings=self._settings.digest(),
             flags=np.packbits(np.array(flags, dtype=bool)).tobytes(),
             requests=self._requests(),
-            failed=tuple(self._sizing.failed),
+            failures=tuple(self._sizing.failures),
             variance=None if given.spread is None else given.spread.variance,
             is_stale=self._is_stale(),
             larger=self._larger_size() if self._window.samples else None,
         )
-        self._sizing.failed.clear()
+        self._sizing.failures.clear()
         self.parts = self.ranks.exchange("window", mine)
         self.is_awaited = True
         flags_of_all = np.array([np.frombuffer(part.flags, dtype=np.uint8) for part in self.parts])

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from autoaccum._distributed.buckets import Outcome
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import Progress, WindowResult
-    from autoaccum._engine.savepoint import State
+    from autoaccum._engine.gradients import WindowResult
+    from autoaccum._engine.savepoint import SavedState
 
 # BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
@@ -62,7 +62,7 @@ class ShardedRankPeers(RankPeers):
     def __init__(self, ranks: Ranks, step: TrainingStep, largest_size: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
         self._training = step
-        self._before: State | None = None  # the state before the last pass with nothing
+        self._before: SavedState | None = None  # the state before the last pass with nothing
         self._largest_size = largest_size
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
@@ -85,14 +85,14 @@ class ShardedRankPeers(RankPeers):
             memory.reset_peak()
             self._held_bytes = memory.peak_bytes()
 
-    def agree(self, given: PartResult, at: Progress) -> None:
+    def agree(self, given: PartResult) -> None:
         """Make the passes that others still have to make, and confirm that all have finished, as `RankPeers` does."""
-        for _ in range(self._passes - len(at.sizes)):
+        for _ in range(self._passes - given.micro_batches):
             self._pass_with_nothing()
         if given.doubt is not None:
-            raise given.doubt.error
+            raise given.doubt
         try:
-            super().agree(given, at)
+            super().agree(given)
         except BeginAgain:
             self._take_larger()
             raise
@@ -172,11 +172,7 @@ class ShardedRankPeers(RankPeers):
             yield
 
     def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
-        """Make the forward passes of an evaluation that others still have to make.
-
-        Args:
-            make_passes: Makes the passes of one cut, given the cut, on the device, and its number of samples.
-        """
+        """As for `Passes`; `make_passes` gets samples on the device, and their number."""
         while any(self.ranks.exchange("evaluation pass", value=False)):
             with self._in_pass(_LEAST):
                 make_passes(*self._nothing())

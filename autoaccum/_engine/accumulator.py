@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,12 +92,12 @@ class GradientAccumulator:
         try:
             step.clear_gradients()
             try:
-                engine.begin(window, is_final=lambda: self._is_added, on_change=self._on_change)
+                engine.begin(window, is_made=lambda: self._is_added, on_change=self._on_change)
                 while True:
                     with engine.attempt():
                         given = engine.gradient()
                         step.stage.phase = Phase.ADD
-                        reduced = self._peers.reduce(given, engine.at)
+                        reduced = self._peers.reduce(given)
                         self._before_adding()
                         self._peers.decide(reduced)
                         self._add()
@@ -109,7 +108,7 @@ class GradientAccumulator:
             finally:
                 engine.end()
             elapsed_s = time.perf_counter() - started
-            engine.complete(elapsed_s)
+            engine.learn_from_window(elapsed_s)
         except BaseException as error:
             if self._is_added:
                 error.add_note("autoaccum: the gradient of this batch is in .grad, so it must not be repeated")
@@ -144,11 +143,7 @@ class GradientAccumulator:
     # --- a batch ------------------------------------------------------------------------------------------------------
 
     def _on_change(self) -> None:
-        """Set gradients of new parameters aside, and let other processes know of them.
-
-        Raises:
-            InvalidInputError: Other processes are in the middle of the window.
-        """
+        """Set gradients of new parameters aside, and let other processes know of them."""
         assert self._engine is not None
         known = dict(zip(self._parameters, self._earlier, strict=True))
         new = [parameter for parameter in self._step.parameters if parameter not in known]
@@ -164,11 +159,11 @@ class GradientAccumulator:
         """Reject a window without gradients, and allocate while there is a way back."""
         if not self._step.holds_gradients():
             error = no_gradient(self._step.parameters)
-            if self._engine is not None and not self._engine.is_due:
+            if self._engine is not None and not self._engine.checks_all:
                 raise RecheckWindow(error)  # the parameters may be new
             raise error
         self._sums = None
-        if any(map(is_not, self._earlier, repeat(None))):
+        if any(gradient is not None for gradient in self._earlier):
             pairs = zip(self._earlier, map(_GRADIENT, self._parameters), strict=True)
             self._sums = [
                 None if before is None or own is None or (_is_plain(before) and _is_plain(own)) else _sum(before, own)

@@ -28,9 +28,6 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
     """Find the device to train on and its memory backend, which may be given in place of a device.
 
     None means the model's device if that is an accelerator, else the accelerator, else the CPU.
-
-    Raises:
-        InvalidInputError: The device is unknown or missing, or `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         advice = f"pass an instance: {model.__name__}(...)" if isinstance(model, type) else "pass one"

@@ -35,21 +35,6 @@ _UNSUPPORTED = "could not create a primitive descriptor"
 
 ONE_SAMPLE = "one sample"
 
-_NAMES = {
-    Phase.SAVE: "the copy of buffers and random state that a retry needs",
-    Phase.WEIGH: "trying the loss on a few samples",
-    Phase.TRANSFER: "the transfer to the device",
-    Phase.FORWARD: "the forward pass",
-    Phase.BACKWARD: "the backward pass",
-    Phase.RESERVE: "the optimizer's step",
-    Phase.ADD: "adding the gradient to earlier ones",
-    Phase.REDUCE: "adding up the gradient over all ranks",
-    Phase.UNSCALE: "unscaling the gradient",
-    Phase.CLIP: "clipping the gradient",
-    Phase.OPTIMIZER: "the optimizer's step",
-    Phase.EVALUATE: "an evaluation",
-    Phase.ELSEWHERE: "the step of another rank",
-}
 # In these, nothing is kept for a backward pass.
 _OF_THE_OPTIMIZER = (Phase.RESERVE, Phase.UNSCALE, Phase.CLIP, Phase.OPTIMIZER)
 _OVER_THE_WINDOW = (Phase.FORWARD, Phase.BACKWARD)
@@ -92,7 +77,7 @@ def sample_does_not_fit(
         remedies += ["smaller inputs"]
     else:
         remedies += [*_savings(step), "smaller inputs", *_less_state(step)]
-    where = "" if phase is None else f"in {_NAMES[Phase(phase)]}: "
+    where = "" if phase is None else f"in {Phase(phase).text}: "
     return refusal(step.memory, f"{sample} does not fit", where + said, remedies)
 
 
@@ -112,7 +97,7 @@ def whole_does_not_fit(
     else:
         remedies = [*limit, *["smaller buffers"] * (phase == Phase.SAVE), "a smaller model"]
     if what is None:
-        what = "the loss over the whole window" if phase in _OVER_THE_WINDOW else _NAMES[Phase(phase)]
+        what = "the loss over the whole window" if phase in _OVER_THE_WINDOW else Phase(phase).text
     times = "even with no activations alive" if phase in _OF_THE_OPTIMIZER else f"in {tries} attempts"
     error = refusal(step.memory, f"{what} does not fit, {times},", said, remedies)
     error.saving_helps = phase not in _OF_THE_OPTIMIZER

@@ -56,12 +56,7 @@ class _Structure:
 
 
 class DueChecks:
-    """Knows what windows that were checked have seen.
-
-    Args:
-        step: Whose windows.
-        is_part: Whether other processes have other parts of them.
-    """
+    """Knows what windows that were checked have seen."""
 
     def __init__(self, step: GradientStep, *, is_part: bool) -> None:
         self._step = step

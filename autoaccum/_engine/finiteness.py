@@ -129,11 +129,9 @@ class Finiteness:
 
     def damage(self) -> list[str]:
         """Return the names of values that are not finite now but were so when noted; waits for the device."""
-        return _not_finite({name: tensor for name, tensor in self._held() if self._has_to_be_finite(name, tensor)})
-
-    def _has_to_be_finite(self, name: str, tensor: Tensor) -> bool:
         # Parameters that have come since are checked; buffers may hold anything.
-        return self._was_finite.get(name, isinstance(tensor, torch.nn.Parameter))
+        known, held = self._was_finite, self._held()
+        return _not_finite({name: one for name, one in held if known.get(name, isinstance(one, torch.nn.Parameter))})
 
     def tell_refusal(self, names: list[str], step: int, newest: object) -> None:
         """Report that no checkpoint is written, once until one is written."""

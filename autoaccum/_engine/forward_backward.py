@@ -5,6 +5,7 @@ Nothing is caught here. `stage` records what was being done when something faile
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.out_of_memory import Witness
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.window_checks import GradientChecks
-    from autoaccum._loss.known_shares import Alone
+    from autoaccum._loss.known_shares import SingleMicroBatch
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.objective import Objective
     from autoaccum._loss.window_weights import WindowWeights
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     # How one forward pass of a micro-batch runs, given the batch and its samples; and what its losses add to the
     # window's, given what that returned, the batch and its samples. None if nothing in them counts.
-    Lane = tuple[Callable[[Any, int], Any], Callable[[Any, Any, int], Tensor | None]]
+    LossPass = tuple[Callable[[Any, int], Any], Callable[[Any, Any, int], Tensor | None]]
 
 _GRADIENT = attrgetter("grad")
 
@@ -144,8 +145,8 @@ class GradientStep:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def abandon(self) -> None:
-        """Discard a window without an optimizer step: its gradients, and the scaler's progress with them."""
+    def drop_progress(self) -> None:
+        """Drop the gradients of a window without an optimizer step, and the scaler's progress with them."""
         for parameter in (*self.parameters, *self._found()):
             parameter.grad = None
         if self.precision.scaler is not None:
@@ -162,49 +163,29 @@ class GradientStep:
         # By identity: comparing a tensor with None takes half a millisecond.
         return any(map(is_not, map(_GRADIENT, self.parameters), repeat(None)))
 
-    def accumulate(self, batch: Any, samples: int, weights: Alone | WindowWeights, into: PartResult) -> None:
-        """Run one micro-batch by itself, on the device, forward and backward; arguments as for `run` and `lanes`."""
-        run = self.run if self.passes is None else self.run_with_others
-        run(batch, samples, self.lanes(weights, into, Progress()))
+    def accumulate(self, batch: Any, samples: int, weights: SingleMicroBatch | WindowWeights, into: PartResult) -> None:
+        """Run one micro-batch by itself, forward and backward; arguments as for `run` and `loss_passes`."""
+        self.run(batch, samples, self.loss_passes(weights, into, Progress()))
 
-    def run_with_others(self, batch: Any, samples: int, lanes: Iterable[Lane]) -> None:
-        """As `run` does, in a pass that all processes make together."""
-        assert self.passes is not None
-        with self.passes.training_pass(samples):
-            self.run(batch, samples, lanes)
-
-    def run(self, batch: Any, samples: int, lanes: Iterable[Lane]) -> None:
-        """Run one micro-batch, on the device, forward and backward, adding to the gradients.
+    def run(self, batch: Any, samples: int, loss_passes: Iterable[LossPass]) -> None:
+        """Run one micro-batch, on the device, forward and backward, adding to the gradients; with `passes`, together.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
-
-        Args:
-            batch: The micro-batch.
-            samples: Its samples.
-            lanes: How each forward pass runs, and how its losses are weighed.
         """
-        stage, context, scale = self.stage, self.precision.autocast(), self.scale
-        for run, weigh in lanes:
-            stage.phase = Phase.FORWARD
-            with context:
-                found = run(batch, samples)
-            total = weigh(found, batch, samples)
-            del found  # outputs, which a loss seldom needs for its gradient
-            if total is not None and self.watch is not None:
-                self.backward(total)
-            elif total is not None:
-                stage.phase = Phase.BACKWARD
-                (total if scale is None else scale(total)).backward()  # type: ignore[no-untyped-call]
-            del total  # its graph, before the next one
+        context = self.precision.autocast()
+        with nullcontext() if self.passes is None else self.passes.training_pass(samples):
+            for forward, weigh in loss_passes:
+                self.stage.phase = Phase.FORWARD
+                with context:
+                    found = forward(batch, samples)
+                total = weigh(found, batch, samples)
+                del found  # outputs, which a loss seldom needs for its gradient
+                if total is not None:
+                    self.backward(total)
+                del total  # its graph, before the next one
 
-    def lanes(self, weights: Alone | WindowWeights, into: PartResult, at: Progress) -> list[Lane]:
-        """Return how micro-batches run with losses of any form.
-
-        Args:
-            weights: Weighs the losses of a micro-batch within those of the window.
-            into: Results of the window.
-            at: Follows the micro-batches.
-        """
+    def loss_passes(self, weights: SingleMicroBatch | WindowWeights, into: PartResult, at: Progress) -> list[LossPass]:
+        """Return how micro-batches run with losses of any form."""
         sources = self.objective.calls.sources
         return [
             (
@@ -216,7 +197,7 @@ class GradientStep:
 
     def _weigh(
         self,
-        weights: Alone | WindowWeights,
+        weights: SingleMicroBatch | WindowWeights,
         into: PartResult,
         at: Progress,
         found: tuple[list[LossValue], Any],
@@ -262,7 +243,7 @@ class GradientStep:
         if self.watch is not None:
             self.watch.end()
 
-    def _weighed(self, loss: LossValue, weights: Alone | WindowWeights, into: PartResult) -> Tensor | None:
+    def _weighed(self, loss: LossValue, weights: SingleMicroBatch | WindowWeights, into: PartResult) -> Tensor | None:
         """Return what a loss adds to the window's; None if nothing in it counts."""
         try:
             value = weights.weigh(loss)
@@ -270,8 +251,8 @@ class GradientStep:
             if self.passes is None:
                 raise
             if into.doubt is None:
-                error = error.with_traceback(None)  # which would keep the graph
-                into.doubt = error if isinstance(error, RecheckWindow) else RecheckWindow(error)
+                found = error.error if isinstance(error, RecheckWindow) else error
+                into.doubt = found.with_traceback(None)  # which would keep the graph
             return loss.value.nan_to_num() * 0.0
         if value is None:
             if self.passes is not None:  # others wait for the backward pass

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._engine.noise_scale import Spread
-    from autoaccum._loss.knowledge import RecheckWindow
     from autoaccum._loss.reported import Slot
     from autoaccum._loss.window_weights import WindowWeights
+    from autoaccum.errors import InvalidInputError
 
     Losses = Mapping[str, "LossSum"]
 
@@ -42,7 +42,7 @@ class Progress:
     Attributes:
         sizes: The sizes of its micro-batches, in the order of its samples.
         size: That of the micro-batch which is running; None for none.
-        done: Samples whose gradients are complete.
+        done: Samples that were passed through.
         recomputed: Samples that were computed and discarded.
     """
 
@@ -64,8 +64,9 @@ class PartResult:
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
         reached: What the gradient of losses in which nothing counts, and that had no backward pass, would have reached.
-        doubt: Why a loss cannot be weighted as planned, where processes have to end passes together before they hear
-            it: these results do not count.
+        doubt: The error with which the training ends, since a loss cannot be weighted as planned; held back where
+            processes have to end passes together before they hear of it. These results do not count.
+        micro_batches: How many have run, not counted for `loss_scope="window"`.
     """
 
     samples: int = 0
@@ -75,14 +76,12 @@ class PartResult:
     spread: Spread | None = None
     outputs: list[Any] = field(default_factory=list)
     reached: list[Tensor] = field(default_factory=list)
-    doubt: RecheckWindow | None = None
+    doubt: InvalidInputError | None = None
+    micro_batches: int = 0
 
     def loss(self, name: str) -> list[Tensor]:
         """Return the list of what each micro-batch adds to a loss."""
-        found = self.losses.get(name)
-        if found is None:
-            found = self.losses[name] = LossSum([])
-        return found.parts
+        return self.losses.setdefault(name, LossSum([])).parts
 
     def give_zeros(self) -> None:
         """Give zeros to `reached` without a gradient: optimizers leave out parameters that have none."""

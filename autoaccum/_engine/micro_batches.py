@@ -19,7 +19,7 @@ from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.explaining import OF_SPLIT
-from autoaccum._loss.known_shares import Alone, BySamples, go_by_samples
+from autoaccum._loss.known_shares import BySamples, SingleMicroBatch, go_by_samples
 from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum._loss.summands import is_same
 from autoaccum._loss.window_weights import WindowWeights
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
-    from autoaccum._engine.forward_backward import GradientStep, Lane
+    from autoaccum._engine.forward_backward import GradientStep, LossPass
     from autoaccum._engine.gradients import Progress
     from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import Peers
-    from autoaccum._engine.savepoint import State
+    from autoaccum._engine.savepoint import SavedState
     from autoaccum._loss.loss_sources import Source
     from autoaccum._loss.settling import Totals
     from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.sizing import Sizing
 
     Hook = Callable[[int, int], object]  # called with a micro-batch's first sample and its size
-    Weigh = Callable[[Any, Any, int], Tensor | None]  # as of a `Lane`
+    Weigh = Callable[[Any, Any, int], Tensor | None]  # as of a `LossPass`
 
 # The relative difference of sums of split.weight that rounding may cause.
 _ADDS_UP = 1e-6
@@ -79,10 +79,10 @@ class MicroBatches:
         self,
         window: Window,
         at: Progress,
-        at_start: State,
+        at_start: SavedState,
         totals: Totals | None,
         *,
-        is_due: bool,
+        checks_all: bool,
         measures_noise: bool,
     ) -> PartResult:
         """Run a window, or this process's part, from its start.
@@ -92,16 +92,15 @@ class MicroBatches:
             at: Follows the micro-batches.
             at_start: The state before the window.
             totals: Predict, or are, the weights of all parts; None if nothing is known of other parts.
-            is_due: Whether the window is due for all checks.
+            checks_all: Whether the window is due for all checks.
             measures_noise: Whether to measure the noise of its gradient.
         """
         if self._whole is not None:
-            return self._run_whole(self._whole, window, at, at_start, is_due=is_due)
+            return self._run_whole(self._whole, window, at, at_start, checks_all=checks_all)
         step, sizing, stage, given = self._step, self._sizing, self._step.stage, PartResult(window.samples)
         noise = self._noise if measures_noise else None
-        run = step.run if step.passes is None else step.run_with_others
-        weights: Alone | WindowWeights | None = None
-        lanes: list[Lane] = []
+        weights: SingleMicroBatch | WindowWeights | None = None
+        loss_passes: list[LossPass] = []
         first_norm: list[Tensor] = []
         before, after = self._hooks(window, None if noise is None else first_norm)
         while at.done < window.samples:  # once, but where each micro-batch decides the size of the next
@@ -111,9 +110,9 @@ class MicroBatches:
                 sizes = self._cut_to_measure(noise, sizes)
             at.sizes = (*at.sizes[:earlier], *sizes)
             if weights is None:
-                self._check_losses(window, at, sizes, is_due=is_due)
-                weights = self._weights_of(window, at, totals, is_due=is_due, is_noisy=noise is not None)
-                lanes = self._lanes(window, weights, given, at, is_due=is_due)
+                self._check_losses(window, at, sizes, checks_all=checks_all)
+                weights = self._weights_of(window, at, totals, checks_all=checks_all, is_noisy=noise is not None)
+                loss_passes = self._loss_passes(window, weights, given, at, checks_all=checks_all)
             if sizing.measures and sizing.is_learning and noise is None:
                 sizes = sizes[:1]  # its measurement decides the next size
             with step.transfer.feed(window, sizes, at.done) as feed:
@@ -121,12 +120,12 @@ class MicroBatches:
                     at.size, stage.start, stage.phase = size, at.done, Phase.TRANSFER
                     for hook in before:
                         hook(at.done, size)
-                    run(next(feed), size, lanes)
+                    step.run(next(feed), size, loss_passes)
                     for hook in after:
                         hook(at.done, size)
                     at.done += size
             at.sizes = at.sizes[: earlier + len(sizes)]
-        at.size = None
+        at.size, given.micro_batches = None, len(at.sizes)
         if given.doubt is None and isinstance(weights, WindowWeights):
             weights.finish()
             given.weights = weights
@@ -136,9 +135,7 @@ class MicroBatches:
     def _hooks(self, window: Window, first_norm: list[Tensor] | None) -> tuple[list[Hook], list[Hook]]:
         """Return what this window needs before and after each micro-batch.
 
-        Args:
-            window: The samples.
-            first_norm: Gets the squared norm of the first micro-batch's gradient; None if nobody asks for it.
+        `first_norm` gets the squared norm of the first micro-batch's gradient; None if nobody asks for it.
         """
         before: list[Hook] = []
         after: list[Hook] = []
@@ -151,17 +148,23 @@ class MicroBatches:
             after.append(lambda *_: first_norm.extend([] if first_norm else [self._squared_norm()]))
         return before, after
 
-    def _lanes(
-        self, window: Window, weights: Alone | WindowWeights, given: PartResult, at: Progress, *, is_due: bool
-    ) -> list[Lane]:
+    def _loss_passes(
+        self,
+        window: Window,
+        weights: SingleMicroBatch | WindowWeights,
+        given: PartResult,
+        at: Progress,
+        *,
+        checks_all: bool,
+    ) -> list[LossPass]:
         """Return how micro-batches run: plainly where the loss of a pair was a number, and is weighed at once."""
         step, calls = self._step, self._step.objective.calls
-        is_plain = calls.takes_pairs and self._is_number and window.is_known_pair and not (is_due or step.keeps_outputs)
-        if is_plain and step.passes is None and weights.is_quick:
+        is_plain = calls.takes_pairs and self._is_number and window.is_known_pair
+        if is_plain and weights.is_quick and not (checks_all or step.keeps_outputs or step.passes is not None):
             return [(calls.of_pair, self._plainly(weights, given, at))]
-        return step.lanes(weights, given, at)
+        return step.loss_passes(weights, given, at)
 
-    def _plainly(self, weights: Alone | WindowWeights, given: PartResult, at: Progress) -> Weigh:
+    def _plainly(self, weights: SingleMicroBatch | WindowWeights, given: PartResult, at: Progress) -> Weigh:
         """Return what weighs the only loss of a pair at once; as any other where that cannot be."""
         name = next(iter(self._step.objective.knowledge.summands))
         losses, weigh_at_once = given.loss(name), weights.weigh_at_once
@@ -173,7 +176,7 @@ class MicroBatches:
             else:
                 self._is_number = False
             if loss is None:
-                ((_, otherwise),) = self._step.lanes(weights, given, at)
+                ((_, otherwise),) = self._step.loss_passes(weights, given, at)
                 return otherwise((self._step.objective.read(value, samples), None), batch, samples)
             # Without a factor, it may be a buffer that the next micro-batch overwrites.
             losses.append(loss.detach() if loss is not value or samples == given.samples else loss.detach().clone())
@@ -182,7 +185,7 @@ class MicroBatches:
         return weigh
 
     def _run_whole(
-        self, whole: WholeWindow, window: Window, at: Progress, at_start: State, *, is_due: bool
+        self, whole: WholeWindow, window: Window, at: Progress, at_start: SavedState, *, checks_all: bool
     ) -> PartResult:
         """Run a window whose loss is computed over all of it."""
         at.sizes = self._sizing.cut(0)
@@ -195,17 +198,17 @@ class MicroBatches:
                 for hook in before:
                     hook(start, size)
 
-        given = whole.run(window, at.sizes, at_start, entering=enter, is_first=is_due)
+        given = whole.run(window, at.sizes, at_start, entering=enter, is_first=checks_all)
         at.size = None
         return given
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def _check_losses(self, window: Window, at: Progress, sizes: Sequence[int], *, is_due: bool) -> None:
+    def _check_losses(self, window: Window, at: Progress, sizes: Sequence[int], *, checks_all: bool) -> None:
         """Try the losses on a few samples, where it is not known yet how they weigh them, or it is time again."""
         step, is_part, on_all = self._step, self.peers.is_part, self.peers.samples_to_try
         # Parts of windows are tried in the same windows on all ranks.
-        is_due = on_all is not None if is_part else is_due
+        is_due = on_all is not None if is_part else checks_all
         if is_due and step.objective.knowledge.is_torch_loss:  # whatever the structure of windows
             self._windows_due += 1
             is_due = is_number_due(self._windows_due)
@@ -235,8 +238,8 @@ class MicroBatches:
         step.memory.trim()  # the window needs it
 
     def _weights_of(
-        self, window: Window, at: Progress, totals: Totals | None, *, is_due: bool, is_noisy: bool
-    ) -> Alone | WindowWeights:
+        self, window: Window, at: Progress, totals: Totals | None, *, checks_all: bool, is_noisy: bool
+    ) -> SingleMicroBatch | WindowWeights:
         """Return what weighs the losses of a window, or of this process's part of it."""
         knowledge, is_part = self._step.objective.knowledge, self.peers.is_part
         if window.kinds is None:
@@ -244,12 +247,12 @@ class MicroBatches:
         if not is_noisy and not is_part and go_by_samples(knowledge, self._step.objective.calls.loss, window):
             return BySamples(knowledge, window.samples)
         if len(at.sizes) == 1 and not is_part:
-            return Alone(knowledge)
+            return SingleMicroBatch(knowledge)
         if knowledge.default is not None and OF_SPLIT in knowledge.default.hints and not self._adds_up:
             self._check_split(window, at.sizes)
         if self.peers.runs_forward_first() and not (totals is not None and totals.is_exact):
             totals = self.peers.totals_of(self._run_forward(window, at), window.samples)
-        return WindowWeights(knowledge, window, totals, has_to_pass=self._step.passes is not None, compares=is_due)
+        return WindowWeights(knowledge, window, totals, has_to_pass=self._step.passes is not None, compares=checks_all)
 
     def _check_split(self, window: Window, sizes: Sequence[int]) -> None:
         """Reject a split whose weight does not add up, in the first window that is cut."""

@@ -34,11 +34,7 @@ def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def train(optimizer: torch.optim.Optimizer) -> None:
-    """Put the weights for training into the parameters, if they are not there. Not within a window.
-
-    Raises:
-        StateDamagedError: The optimizer failed at that.
-    """
+    """Put the weights for training into the parameters, if they are not there. Not within a window."""
     try:
         _call("train", optimizer)
     except Exception as error:
@@ -86,7 +82,8 @@ class _Modes:
             self._copy = copy = OptimizerCopy(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.before = copy.as_copied(optimizer.state_dict()), copy.as_copied(held)
-        self._flags = self._flags_now()
+        own = map(vars, with_modes(optimizer))
+        self._flags = [{name: one for name, one in kept.items() if isinstance(one, _FLAGS)} for kept in own]
 
     def evaluate(self) -> None:
         with signals.held():
@@ -107,10 +104,6 @@ class _Modes:
         self._copy.undo()
         for part, flags in zip(with_modes(self._optimizer), self._flags, strict=True):
             vars(part).update(flags)
-
-    def _flags_now(self) -> list[dict[str, Any]]:
-        parts = with_modes(self._optimizer)
-        return [{name: flag for name, flag in vars(part).items() if isinstance(flag, _FLAGS)} for part in parts]
 
 
 def _call(name: str, optimizer: torch.optim.Optimizer) -> None:

@@ -242,11 +242,7 @@ class OptimizerList(torch.optim.Optimizer):
         return [list(islice(rest, len(part.param_groups))) for part in self.parts]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: which part would step it is not known.
-
-        Raises:
-            InvalidInputError: Always.
-        """
+        """Refuse: which part would step it is not known."""
         raise InvalidInputError(
             f"a group of {len(list(param_group.get('params', ())))} parameters cannot be added to several "
             "optimizers together; call add_param_group of the one that is to step it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from autoaccum._arguments import listed
 from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
@@ -34,7 +34,7 @@ def resolvable_oom(
     """Return what happened, once the error keeps nothing alive; None if smaller micro-batches cannot resolve it.
 
     Args:
-        error: What was caught.
+        error: What was caught: lack of memory, or a kernel that refuses the size.
         phase: In which phase.
         size: The samples of the micro-batch; None where smaller ones would not help.
         witness: Sees the error first.
@@ -68,21 +68,28 @@ def damage_text(names: Sequence[str]) -> str:
 
 
 class Phase(StrEnum):
-    """A phase of a window. Its value appears in `MemoryEvent.phase` and in reports."""
+    """A phase of a window. Its value appears in `MemoryEvent.phase` and in reports, its `text` in errors."""
 
-    SAVE = "save"  # buffers and random state, to restore them later
-    WEIGH = "weigh"  # try the loss, and weigh micro-batches
-    TRANSFER = "transfer"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RESERVE = "reserve"  # memory for the optimizer's step
-    ADD = "add"  # a batch's gradient to earlier ones
-    REDUCE = "reduce"  # gradients over ranks
-    UNSCALE = "unscale"
-    CLIP = "clip"
-    OPTIMIZER = "optimizer"
-    EVALUATE = "evaluate"
-    ELSEWHERE = "on another rank"
+    text: str
+
+    def __new__(cls, value: str, text: str = "") -> Self:
+        phase = str.__new__(cls, value)
+        phase._value_, phase.text = value, text
+        return phase
+
+    SAVE = "save", "the copy of buffers and random state that a retry needs"
+    WEIGH = "weigh", "trying the loss on a few samples"  # also while sizes, and how losses are weighed, are chosen
+    TRANSFER = "transfer", "the transfer to the device"  # also while memory for the micro-batch is checked
+    FORWARD = "forward", "the forward pass"
+    BACKWARD = "backward", "the backward pass"
+    RESERVE = "reserve", "the optimizer's step"  # memory for it
+    ADD = "add", "adding the gradient to earlier ones"
+    REDUCE = "reduce", "adding up the gradient over all ranks"
+    UNSCALE = "unscale", "unscaling the gradient"
+    CLIP = "clip", "clipping the gradient"
+    OPTIMIZER = "optimizer", "the optimizer's step"
+    EVALUATE = "evaluate", "an evaluation"
+    ELSEWHERE = "on another rank", "the step of another rank"
 
 
 @dataclass(slots=True)

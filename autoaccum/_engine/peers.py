@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Losses, PartResult, Progress
+    from autoaccum._engine.gradients import Losses, PartResult
     from autoaccum._loss.summands import SummandKey
     from autoaccum._sizing.sizing import Sizing
 
@@ -83,18 +83,15 @@ class Peers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: PartResult, at: Progress) -> WindowResult:  # noqa: ARG002
+    def reduce(self, given: PartResult) -> WindowResult:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
-
-        Args:
-            given: What this process has computed.
-            at: How far it is.
 
         Returns:
             The window; of 0 samples if no process has any, or it is left out.
 
         Raises:
             BeginAgain: All have to make the window again, since one has learned more about what a loss runs over.
+            NotSettled: This process's predictions of the weights are off by no common factor.
         """
         # The gradient already is that of the whole window.
         factor = 1.0 if given.weights is None else given.weights.correction()
@@ -114,7 +111,7 @@ class Peers:
         """Agree that all processes make the window's optimizer step; return the window, as it is for the step."""
         return reduced
 
-    def failed(self, error: Exception, size: int | None) -> int | None:  # noqa: ARG002
+    def lacking_size(self, error: Exception, size: int | None) -> int | None:  # noqa: ARG002
         """Tell the others of a failure, and return the size of the micro-batch that lacks memory, here or there.
 
         Raises:
@@ -129,7 +126,7 @@ class Peers:
     def commit(self) -> bool:
         """Step the optimizer, which all processes do now; return whether the scaler skipped it.
 
-        Out-of-memory errors of a process that is alone pass through unchanged: the window can be retried.
+        Out-of-memory errors of a process that is alone pass through; `OptimizerSteps.commit` has then undone its step.
         """
         assert self._optimizer_steps is not None
         return self._optimizer_steps.commit()

@@ -21,7 +21,7 @@ from autoaccum._engine.optimizer_step import OptimizerCopy
 from autoaccum._engine.options import Options
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._loss.known_shares import Alone
+from autoaccum._loss.known_shares import SingleMicroBatch
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum._records import ProbeResult, Trial
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._engine.savepoint import State
+    from autoaccum._engine.savepoint import SavedState
     from autoaccum._loss.loss_sources import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryEvent
@@ -126,11 +126,6 @@ def probe(
         on_trial: Called after each trial.
         begins_with: The result of an earlier search. If it fits, it is returned without further trials.
         frontier: What an earlier search has found; follows what this one finds.
-
-    Raises:
-        InvalidInputError: The limit cannot be set, or the loss cannot be computed over a window.
-        DoesNotFitError: Not even one sample fits.
-        DeviceLostError: This process can no longer use the device.
     """
     memory = step.memory
     host = memory if memory.device.type == "cpu" else backend_for(torch.device("cpu"))
@@ -201,7 +196,7 @@ class Trials:
     def __init__(self, step: TrainingStep, batch: Any, samples: int | None = None) -> None:
         self._step = step
         self._batch = batch
-        self._before: State | None = None  # the state before the trials
+        self._before: SavedState | None = None  # the state before the trials
         self._samples = samples
         self._whole = None if samples is None else WholeWindow(step)
         # On the host, and before a limit begins, since they are no part of a step.
@@ -254,7 +249,7 @@ class Trials:
             memory.trim()
         else:
             # After the handler: inside it the traceback still pins the activations.
-            self._step.abandon()
+            self._step.drop_progress()
             memory.release()
         memory.reset_peak()
         self.held_bytes = memory.peak_bytes()
@@ -286,7 +281,7 @@ class Trials:
     def end(self) -> None:
         """Put everything back; tensors keep their identity."""
         with signals.held():
-            self._step.abandon()
+            self._step.drop_progress()
             self._optimizer.undo()
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
@@ -314,7 +309,7 @@ class Trials:
         # A copy, as a transfer makes: a model that modifies its input must not modify the user's batch.
         batch = copied(repeated(self._batch, size, self._step.objective.split))
         with closing(self._step.transfer.send([batch, batch])) as feed:
-            self._step.accumulate(next(feed), size, Alone(self._step.objective.knowledge), PartResult(size))
+            self._step.accumulate(next(feed), size, SingleMicroBatch(self._step.objective.knowledge), PartResult(size))
 
 
 @contextmanager

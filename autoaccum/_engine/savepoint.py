@@ -1,9 +1,9 @@
 """Saves what forward passes may change, so that a window that fails can be made again from the same state.
 
 Saved are buffers, random state, what torchmetrics' metrics have counted, and parameters that the model itself writes:
-those of the modules, and of what a loss or a closure reaches. Small buffers are copied always; large ones, and
-parameters, where windows with all checks have seen them move. All others are watched: one that has moved cannot be
-restored.
+those of the modules, and of what a loss or a closure reaches. Small buffers are copied always. In the first window of a
+structure large buffers and frozen parameters are copied too, but for quantised weights and a frozen base larger than
+what is trained; later only those seen to move. All others are watched: one that has moved cannot be restored.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ class Savepoint:
         self.moving: set[Any] = set()
         self.host_moves = False
         self.writes: Mapping[Any, int] = {}
-        self.unrestored: State | None = None
+        self.unrestored: SavedState | None = None
 
     def save(
         self,
-        again: State | None = None,
+        again: SavedState | None = None,
         *,
         copies_all: bool = True,
         is_thorough: bool = False,
         with_host_random: bool = True,
         with_attributes: bool = False,
-    ) -> State:
+    ) -> SavedState:
         """Return the current state.
 
         Args:
@@ -98,7 +98,7 @@ class Savepoint:
                 move.
             with_attributes: Whether to look at all modules anew, and save what they keep as plain attributes.
         """
-        state = State(self) if again is None else again
+        state = SavedState(self) if again is None else again
         if again is None or is_thorough or with_attributes:
             state.look()
         state.take(
@@ -114,7 +114,7 @@ class Savepoint:
         self.writes = {**self.writes, **{key: self.writes.get(key, 0) + times for key, times in writes.items()}}
 
 
-class State:
+class SavedState:
     """What a `Savepoint` has saved.
 
     Attributes:
@@ -170,11 +170,7 @@ class State:
         self._writes = self._savepoint.writes
 
     def restore(self, *, with_attributes: bool = True) -> None:
-        """Restore the state; `damage` tells what could not be.
-
-        Args:
-            with_attributes: Whether also plain attributes, if they were saved.
-        """
+        """Restore the state, and plain attributes that were saved if asked to; `damage` tells what could not be."""
         self._savepoint.unrestored = self
         if self._attributes is not None and with_attributes:
             self._attributes.put_back()
@@ -193,7 +189,9 @@ class State:
         self._savepoint.unrestored = None
 
     def learn_moved(self) -> list[str]:
-        """Let the savepoint learn what has moved since a thorough `save`.
+        """Let the savepoint learn what has moved since `save`; what is not copied shows it by version counters alone.
+
+        After a thorough `save` its values show it too.
 
         Returns:
             The names of the buffers and parameters that have; without buffers that were empty, and so collect

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 class StepLimit:
-    """The limit of one runner, counted from now on, or the capacity of a simulated device.
-
-    Raises:
-        InvalidInputError: The limit cannot be set.
-        DoesNotFitError: Memory ran out while preparing for the limit.
-    """
+    """The limit of one runner, counted from now on, or the capacity of a simulated device."""
 
     def __init__(self, memory: MemoryBackend, limit_bytes: int | None) -> None:
         self._memory = memory

@@ -1,7 +1,7 @@
 """Computes the gradient of one window after the other, and restores the state before a window that fails.
 
     try:
-        engine.begin(batch, is_final=...)
+        engine.begin(window, is_made=..., on_change=...)
         while True:
             with engine.attempt():
                 given = engine.gradient()
@@ -14,7 +14,7 @@
         engine.end()
 
 What fails within an attempt is undone. If it was lack of memory, the next attempt has smaller micro-batches; if a loss
-is not what is known of it, the next one checks it. Anything else ends the window. Nothing is undone that `is_final`.
+is not what is known of it, the next one checks it. Anything else ends the window. Nothing is undone once it `is_made`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import WindowResult
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import Peers
-    from autoaccum._engine.savepoint import State
+    from autoaccum._engine.savepoint import SavedState
     from autoaccum._records import MemoryEvent, Plan
     from autoaccum._sizing.events import Events
     from autoaccum._sizing.sizing import Sizing
@@ -84,7 +84,7 @@ class Engine:
     Attributes:
         sizing: Cuts windows.
         checks: Says which windows are due for all checks.
-        is_due: Whether the current window is due for all checks.
+        checks_all: Whether the current window is due for all checks.
         at: How far the current window is.
         oom_events: The failures of the current window for lack of memory, without those of trials.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
@@ -113,11 +113,11 @@ class Engine:
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, step.options.batchnorm, notices)
         self._time_first = TimeFirst(step.objective, notices)
-        self._before: State | None = None  # of the current window, once it is saved
-        self._earlier: State | None = None  # of an earlier window, whose memory is used again
+        self._saved: SavedState | None = None  # before the current window; None until it is saved
+        self._to_overwrite: SavedState | None = None  # by the next `save`, which uses its memory again
         self.checks = DueChecks(step, is_part=peers.is_part)
         self._micro_batches = MicroBatches(step, sizing, norms=self._norms, peers=peers, noise=noise)
-        self._is_quiet = self.is_due = self.has_lost_parameters = False
+        self._is_steady = self.checks_all = self.has_lost_parameters = False
         self.is_at_work = self._is_begun = self.is_half_done = False
         self.oom_events: list[MemoryEvent] = []
         self.at = Progress()
@@ -137,7 +137,7 @@ class Engine:
         self,
         window: Window,
         *,
-        is_final: Callable[[], bool],
+        is_made: Callable[[], bool],
         on_change: Callable[[], None],
         measures_noise: bool = False,
     ) -> None:
@@ -145,12 +145,12 @@ class Engine:
 
         Args:
             window: The window, or this process's part of it, which may be empty.
-            is_final: Whether nothing may be undone any more, whatever fails.
+            is_made: Whether the optimizer step is made, or the gradient added: nothing may be undone any more.
             on_change: Called when parameters, or which of them are trained, have changed.
             measures_noise: Whether to measure the noise of its gradient.
         """
         self._versions_of_data = window.versions()
-        self._window, self._is_final, self._on_change = window, is_final, on_change
+        self._window, self._is_made, self._on_change = window, is_made, on_change
         self.is_at_work = True
         self._prepare(window, measures_noise=measures_noise)
         self._is_begun = True
@@ -165,28 +165,31 @@ class Engine:
             self._step.transfer.copy_always()
         self._given = None
         self.is_at_work = self._is_begun = False
-        del self._window, self._is_final, self._on_change
+        del self._window, self._is_made, self._on_change
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Undo what fails in this block where another attempt can help, which is to follow it then."""
+        """Undo what fails in this block where another attempt can help, which is to follow it then.
+
+        Other errors pass, and `give_up` restores.
+        """
         if self._has_failed:  # only now: while an error is handled, its traceback still pins the activations
             self._step.memory.release()
             self._has_failed = False
             if self._lack is not None:
                 event, self._lack = self._lack, None
-                self._make_smaller(event)
+                self._answer_lack(event)
         try:
             yield
             self.is_half_done = False
         except (RecheckWindow, NotSettled, BeginAgain) as error:
             self._has_failed = True
-            self._run_again(error)
+            self._prepare_rerun(error)
         except Exception as error:
-            if self._is_final():
+            if self._is_made():
                 raise
             self._has_failed = True
-            self._lack = self._undo(error)
+            self._lack = self._undone(error)
 
     def gradient(self) -> PartResult:
         """Return the results of all micro-batches, which are run unless only what follows them has failed.
@@ -195,16 +198,16 @@ class Engine:
         """
         self._peers.begin_attempt()
         if self._given is None:
-            if self._before is None:
+            if self._saved is None:
                 self._step.stage.phase = Phase.SAVE
-                self._before = self._earlier = self._step.savepoint.save(
-                    self._earlier,
-                    copies_all=self.is_due and self.checks.is_first(),
-                    is_thorough=self.is_due,
+                self._saved = self._to_overwrite = self._step.savepoint.save(
+                    self._to_overwrite,
+                    copies_all=self.checks_all and self.checks.is_first(),
+                    is_thorough=self.checks_all,
                     with_host_random=self._windows_are_long,
                 )
             self.is_half_done = True
-            given = self._run_checked(self._before) if self.is_due else self._run(self._before)
+            given = self._run_checked(self._saved) if self.checks_all else self._run(self._saved)
             if given.reached:
                 given.give_zeros()
             self._given = given
@@ -212,30 +215,26 @@ class Engine:
                 self._norms.announce(self.at.sizes)  # only sizes that will be used again
         return self._given
 
-    def abandon(self) -> None:
-        """Restore the state before the window, which no process makes an optimizer step of."""
-        self._restore()
-
     def _prepare(self, window: Window, *, measures_noise: bool) -> None:
         """Prepare the micro-batches of a window."""
         step = self._step
         self._measures_noise, self._totals = measures_noise, None
         self._has_grad_mode = torch.is_grad_enabled()
         self.at, self.oom_events = Progress(), []
-        self._given = self._lack = self._before = None
+        self._given = self._lack = self._saved = None
         self._is_checked_again = self._has_failed = False
         step.objective.begin_window()
-        self.is_due = bool(window.samples) and self.checks.are_due(window)
-        self._is_quiet = bool(window.samples) and not (self.is_due or self.sizing.is_learning)
+        self.checks_all = bool(window.samples) and self.checks.are_due(window)
+        self._is_steady = bool(window.samples) and not (self.checks_all or self.sizing.is_learning)
         if step.memory.is_soft:
             step.memory.exempt(window.data_bytes())
-            if not self._is_quiet:  # what loaders, callbacks and evaluations took is not the window's
+            if not self._is_steady:  # what loaders, callbacks and evaluations took is not the window's
                 self._room.measure(tuple(map(tuple, window.widths())))
-        if self._is_quiet:
+        if self._is_steady:
             step.memory.stop_measuring()
-        if self.is_due:
+        if self.checks_all:
             self._refresh()
-        self._choose_sizes(window)
+        self._tell_sizing(window)
         self._totals = self._peers.begin(window, self.sizing)
 
     def _refresh(self) -> None:
@@ -247,30 +246,29 @@ class Engine:
             refuse_hooks(self._step.parameters)
         self._norms.search()
 
-    def _choose_sizes(self, window: Window) -> None:
+    def _tell_sizing(self, window: Window) -> None:
         """Tell the sizing what a window is made of, unless it knows from the last one."""
         sizing = self.sizing
         if not self._sizes_are_fixed or sizing.plan is not self._plan:
-            self._plan, self._sizes_are_fixed = sizing.plan, sizing.is_quiet
+            self._plan, self._sizes_are_fixed = sizing.plan, sizing.is_settled
             self._room.follow(sizing.plan)
         is_known = window.kinds is not None and window.kinds is self._begun_kinds
-        if window.samples and not (is_known and self._is_quiet and self._sizes_are_fixed):
+        if window.samples and not (is_known and self._is_steady and self._sizes_are_fixed):
             self._begun_kinds = None
             sizing.begin(window)
-            self._begun_kinds, self._sizes_are_fixed = window.kinds, self._sizes_are_fixed and sizing.is_quiet
-            if self.is_due:
+            self._begun_kinds, self._sizes_are_fixed = window.kinds, self._sizes_are_fixed and sizing.is_settled
+            if self.checks_all:
                 self._tell_of_batches_apart(window)
 
-    def _run(self, before: State) -> PartResult:
+    def _run(self, before: SavedState) -> PartResult:
         """Run the micro-batches."""
         given = self._micro_batches.run(
-            self._window, self.at, before, self._totals, is_due=self.is_due, measures_noise=self._measures_noise
+            self._window, self.at, before, self._totals, checks_all=self.checks_all, measures_noise=self._measures_noise
         )
-        if self._step.objective.knowledge.owes_warning:
-            self._step.objective.knowledge.warn_if_unchecked()
+        self._step.objective.knowledge.warn_if_unchecked()
         return given
 
-    def _run_checked(self, before: State) -> PartResult:
+    def _run_checked(self, before: SavedState) -> PartResult:
         """Run the micro-batches with all checks."""
         step = self._step
         if step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
@@ -290,8 +288,8 @@ class Engine:
             warn_of_hooks(step.parameters, self._notices)
         return given
 
-    def complete(self, elapsed_s: float) -> None:
-        """Learn from a window that is finished, and took so many seconds; choose the sizes of the next."""
+    def learn_from_window(self, elapsed_s: float) -> None:
+        """Tell the sizing what a finished window of so many seconds has shown; the next is cut when it runs."""
         sizing = self.sizing
         self._windows_are_long = elapsed_s > _LONG_S
         is_learning = not self._sizes_are_fixed and sizing.is_learning
@@ -309,16 +307,16 @@ class Engine:
 
     # --- an attempt failed: restore, and begin again ------------------------------------------------------------------
 
-    def _run_again(self, error: RecheckWindow | NotSettled | BeginAgain) -> None:
-        """Restore the window, whose loss is not what is known of it, so that it runs again.
-
-        Raises:
-            InvalidInputError: It cannot run again.
-        """
-        self._refuse_changed_data(first_line(error))
+    def _prepare_rerun(self, error: RecheckWindow | NotSettled | BeginAgain) -> None:
+        """Restore the window, whose loss is not what is known of it, so that it runs again."""
+        if self._window.versions() != self._versions_of_data:
+            raise InvalidInputError(
+                f"the window has to run again ({first_line(error)}), and the model has changed its input in place; let "
+                "the model work on a copy (inputs.clone())"
+            )
         if isinstance(error, BeginAgain):
             self._totals = error.totals
-            self._restore()
+            self.restore()
             return
         if isinstance(error, RecheckWindow):
             if self._is_checked_again:
@@ -328,21 +326,20 @@ class Engine:
             self._totals = self._totals if self._peers.is_part else None  # of what was known before
         else:
             self._totals = Totals(error.weights, self._window.samples, is_exact=True)
-        self._restore()
-        self.is_due, self._is_quiet = True, False
+        self.restore()
+        self.checks_all, self._is_steady = True, False
         self._refresh()
 
-    def _undo(self, error: Exception) -> MemoryEvent:
-        """After lack of memory, restore the state before the window. Call from the handler that caught the error.
+    def _undone(self, error: Exception) -> MemoryEvent:
+        """Return which lack of memory an error is, once the state before the window is restored.
 
-        Returns:
-            What happened, once the error no longer keeps anything alive.
+        Call it from the handler that caught the error, which keeps nothing alive afterwards.
 
         Raises:
             Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
         """
         step, peers = self._step, self._peers
-        size = peers.failed(error, self.at.size)
+        size = peers.lacking_size(error, self.at.size)
         phase = step.stage.phase
         event = resolvable_oom(
             error,
@@ -358,29 +355,30 @@ class Engine:
         if peers.is_part:
             self._totals = peers.totals  # by what others know, losses may be weighed otherwise
         if peers.is_awaited or phase is not Phase.RESERVE:  # in which nothing was touched
-            self._restore()
+            self.restore()
         return event
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         """Restore the state before the window."""
         step, at = self._step, self.at
         with signals.held():
-            step.abandon()
-            if self._before is not None:
+            step.drop_progress()
+            if self._saved is not None:
                 if step.optimizer_steps is not None:
                     step.savepoint.wrote(step.optimizer_steps.take_undone())
-                self._before.restore()
+                self._saved.restore()
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
             if self._given is not None:
                 self._given.outputs.clear()
+            # The stage keeps the first sample of the micro-batch that failed: `_answer_lack` asks for it.
             at.done, at.size, at.sizes, self._given = 0, None, (), None
             self.is_half_done = False
 
-    def _make_smaller(self, event: MemoryEvent) -> None:
-        """Choose smaller micro-batches after lack of memory.
+    def _answer_lack(self, event: MemoryEvent) -> None:
+        """Report lack of memory, and choose smaller micro-batches; where none ran, leave the sizes for another attempt.
 
         Raises:
-            DoesNotFitError: There are none, or they do not help.
+            DoesNotFitError: There are none, or they do not help; or attempts at the same sizes are used up.
             StateDamagedError: Something was written that cannot be restored.
         """
         if event.phase != Phase.RESERVE and (damage := self._damage()):
@@ -417,7 +415,7 @@ class Engine:
 
     def _damage(self) -> str:
         """Return what the restored window has written that cannot be restored, in words; "" for nothing."""
-        names = [] if self._before is None else self._before.damage()
+        names = [] if self._saved is None else self._saved.damage()
         self.has_lost_parameters |= bool(names)
         return damage_text(names) if names else ""
 
@@ -432,14 +430,14 @@ class Engine:
         """
         if not self._is_begun:
             return
-        if self._is_final():
+        if self._is_made():
             self.is_half_done = False
             return
         if is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
         torch.set_grad_enabled(self._has_grad_mode)  # which an interrupt within torch's own no_grad can leave off
         size, sizes, phase = self.at.size, self.at.sizes, self._step.stage.phase
-        self._restore()
+        self.restore()
         if isinstance(error, StateDamagedError):
             return
         if isinstance(error, DoesNotFitError):
@@ -474,18 +472,6 @@ class Engine:
                 "drop_last=True (of fit, autoaccum.windows or the DataLoader)"
             )
         return refuses_one
-
-    def _refuse_changed_data(self, reason: str) -> None:
-        """Refuse to run a window again whose samples the model has changed.
-
-        Raises:
-            InvalidInputError: It has.
-        """
-        if self._window.versions() != self._versions_of_data:
-            raise InvalidInputError(
-                f"the window has to run again ({reason}), and the model has changed its input in place; let the model "
-                "work on a copy (inputs.clone())"
-            )
 
     # --- what is reported ---------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from autoaccum._saving.replaced_forward import are_compiled
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from autoaccum._loss.objective import Objective
     from autoaccum._system.notices import Notices
@@ -226,13 +226,8 @@ def warn_of_moving_state(objective: Objective, moved: Sequence[str]) -> None:
     """Warn of the buffers and parameters that forward passes have moved in a window of several, given their names."""
     if not moved:
         return
-    usual = set(_usual(objective.modules))
+    # Told elsewhere, or meant to move: BatchNorm's statistics, metrics' states.
+    named = (pair for module in objective.modules for pair in module.named_modules())
+    own = [(path, part) for path, part in named if isinstance(part, _BatchNorm) or is_metric(part)]
+    usual = {f"{path}.{name}" if path else name for path, part in own for name in part._buffers}
     objective.knowledge.said.of_state(name for name in moved if name not in usual and not name.endswith(_OF_NORMS))
-
-
-def _usual(modules: Iterable[nn.Module]) -> Iterable[str]:
-    """Yield the names of what is told elsewhere, or is meant to move: BatchNorm's statistics, metrics' states."""
-    for module in modules:
-        for path, part in module.named_modules():
-            if isinstance(part, _BatchNorm) or is_metric(part):
-                yield from (f"{path}.{name}" if path else name for name in part._buffers)

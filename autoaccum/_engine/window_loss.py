@@ -29,7 +29,7 @@ from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss import reported
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.graph_reader import nodes_of
-from autoaccum._loss.known_shares import Alone
+from autoaccum._loss.known_shares import SingleMicroBatch
 from autoaccum._loss.loss_sources import no_gradient
 from autoaccum._loss.loss_values import is_pair
 from autoaccum.errors import InvalidInputError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.savepoint import State
+    from autoaccum._engine.savepoint import SavedState
     from autoaccum._loss.loss_values import LossValue
 
     # Called before each micro-batch, twice in all, with its first sample and its size, and with None as the size before
@@ -155,8 +155,8 @@ class WholeWindow:
     def __init__(self, step: GradientStep) -> None:
         self._step = step
         self._loss = WindowLoss(step)
-        self._after_loss: State | None = None
-        self._after_forward: State | None = None
+        self._after_loss: SavedState | None = None
+        self._after_forward: SavedState | None = None
         self._random = RandomState(step.memory.device, step.objective.modules, used_by(step.objective.calls.functions))
         # Every micro-batch runs twice on the same data, which a model may modify in place.
         step.transfer.copy_always()
@@ -165,7 +165,7 @@ class WholeWindow:
         self,
         window: Window,
         sizes: Sequence[int],
-        at_start: State,
+        at_start: SavedState,
         *,
         entering: Entering = lambda _, __: None,
         is_first: bool = False,
@@ -207,7 +207,7 @@ class WholeWindow:
         return given
 
     def _run_twice(
-        self, window: Window, sizes: Sequence[int], at_start: State, entering: Entering, *, is_first: bool
+        self, window: Window, sizes: Sequence[int], at_start: SavedState, entering: Entering, *, is_first: bool
     ) -> PartResult:
         """Run the micro-batches forward, then the loss, then the micro-batches forward and backward."""
         savepoint = self._step.savepoint
@@ -273,7 +273,7 @@ class WholeWindow:
         """Compute the window's loss, and its gradient with respect to the representations."""
         # Copies, since the loss may modify them in place like a model's outputs.
         found = self._loss.values(map_tensors(Tensor.clone, joined), batch, samples)
-        alone = Alone(self._step.objective.knowledge)
+        alone = SingleMicroBatch(self._step.objective.knowledge)
         values = {loss.name: alone.weigh(loss) for loss in found if not loss.is_reported}
         noted: dict[reported.Slot, list[Any]] = {}
         reported.note(found, samples, alone, noted)

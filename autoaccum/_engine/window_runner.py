@@ -46,8 +46,8 @@ class WindowRunner:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
-        prepare: Allocates what `step_made` needs, while the optimizer step can still be abandoned, and again on a
-            retry; given the window's samples, over all processes. None for nothing.
+        allocate_ahead: Allocates what `step_made` needs, while there is a way back, and again on a retry; given the
+            window's samples, over all processes. None for nothing.
         step_made: Moves everything that moves with an optimizer step, as soon as it is made, before a pending
             interrupt is delivered; told whether the scaler `skipped` it. None for nothing.
         noise: The gradient noise scale to measure; None without `noise_scale`.
@@ -64,7 +64,7 @@ class WindowRunner:
         notices: Notices,
         *,
         peers: Peers | None = None,
-        prepare: Callable[[int], None] | None = None,
+        allocate_ahead: Callable[[int], None] | None = None,
         step_made: Callable[..., None] | None = None,
         noise: NoiseScale | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class WindowRunner:
         self.events = events
         self._notices = notices
         self._peers = peers or Peers(step)
-        self._prepare = prepare
+        self._allocate_ahead = allocate_ahead
         self._step_made = step_made
         self.engine = Engine(step, sizing, events, notices, peers=self._peers, noise=noise)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
@@ -93,29 +93,24 @@ class WindowRunner:
 
         Returns:
             What was done; None if no process has a sample of the window.
-
-        Raises:
-            RankFailedError: Another process cannot continue.
-            AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
         engine, peers, steps, number = self.engine, self._peers, self._step.optimizer_steps, self.events.windows + 1
         self._number, self._made_before, self._has_moved = number, steps.made, False
         measures = self._noise is not None and self._noise.is_due(number) and self.sizing.is_stable
-        part = (shuffled(part, number) if measures else self._prepared(part)).made_of(part)
+        part = (shuffled(part, number) if measures else self._in_order(part)).made_of(part)
         optimizer_modes.train(self._step.optimizer)
         try:
-            if self._step.holds_gradients():
-                drop_old_gradients(self._step, self._notices)
+            drop_old_gradients(self._step, self._notices)
             try:
-                engine.begin(part, is_final=self._is_made, on_change=self._on_change, measures_noise=measures)
+                engine.begin(part, is_made=self._is_made, on_change=self._on_change, measures_noise=measures)
                 while True:
                     with engine.attempt():
                         given = engine.gradient()
                         steps.reserve(peers.expected_gradients())
-                        reduced = peers.reduce(given, engine.at)
+                        reduced = peers.reduce(given)
                         if not reduced.samples:
-                            engine.abandon()
+                            engine.restore()
                             return None
                         self._check(reduced)
                         reduced = peers.decide(reduced)
@@ -128,7 +123,7 @@ class WindowRunner:
                 engine.end()
             elapsed_s = time.perf_counter() - started
             if part.samples:
-                engine.complete(elapsed_s)
+                engine.learn_from_window(elapsed_s)
             if steps.has_new_gradients:  # some are trained that were not
                 engine.checks.void()
             return self._report(reduced, elapsed_s, skipped=skipped)
@@ -139,7 +134,7 @@ class WindowRunner:
         finally:
             steps.drop_reservation()
 
-    def _prepared(self, part: Window) -> Window:
+    def _in_order(self, part: Window) -> Window:
         """Return a window of lists of samples in order of size; another, just like the last, as a `KnownWindow`."""
         if self._sorts:
             return largest_first(part)
@@ -149,14 +144,16 @@ class WindowRunner:
 
     def _check(self, reduced: WindowResult) -> None:
         """Reject an unusable optimizer step, and prepare what moves with it, while there is a way back."""
-        if self.engine.is_due:
+        if self.engine.checks_all:
             if self._checks_finite:
-                _check_finite(reduced)
+                values = {name: parts.total().item() for name, parts in reduced.losses.items()}
+                if not all(map(math.isfinite, values.values())):
+                    raise not_finite(values)
             if not self._step.holds_gradients():
                 raise no_gradient(self._step.parameters)
             self._checks_finite = False
-        if self._prepare is not None:
-            self._prepare(reduced.samples)
+        if self._allocate_ahead is not None:
+            self._allocate_ahead(reduced.samples)
 
     def _step_optimizer(self) -> bool:
         """Step the optimizer, and move everything that moves with it; return whether the scaler skipped it."""
@@ -223,12 +220,6 @@ class WindowRunner:
         return self._is_made() or self._peers.is_decided
 
 
-def _check_finite(reduced: WindowResult) -> None:
-    values = {name: parts.total().item() for name, parts in reduced.losses.items()}
-    if not all(map(math.isfinite, values.values())):
-        raise not_finite(values)
-
-
 def as_step_complete(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
     """Return the exception to raise for an error that came after an optimizer step: the error itself if it can stay.
 
@@ -238,18 +229,14 @@ def as_step_complete(error: BaseException, step: int, *, has_moved: bool) -> Bas
     """
     if isinstance(error, StepCompleteError):
         return error
-    rest = (
-        "everything that moves with it has moved"
-        if has_moved
-        else "not all that moves with it (the scheduler) has moved"
-    )
+    rest, then = "everything that moves with it has moved", "go on with the next window"
+    if not has_moved:
+        rest = "not all that moves with it (the scheduler) has moved"
+        then = (
+            "do not make this window again; fix what failed, and resume from the last checkpoint, or start over if "
+            "there is none"
+        )
     if isinstance(error, Exception) and (not has_moved or is_oom(error)):
-        then = "go on with the next window"
-        if not has_moved:
-            then = (
-                "do not make this window again; fix what failed, and resume from the last checkpoint, or start over if "
-                "there is none"
-            )
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
         return StepCompleteError(f"optimizer step {step} is made, and {rest}: {what}; {then}", step)
     error.add_note(f"autoaccum: optimizer step {step} is made, and {rest}")

@@ -41,7 +41,7 @@ from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.calls import Calls
-from autoaccum._loss.known_shares import Alone
+from autoaccum._loss.known_shares import SingleMicroBatch
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
@@ -212,7 +212,7 @@ class FakeStep:
         step.stage.phase = Phase.FORWARD
         driver = without_driver(self._job.answers) if self._is_cuda else nullcontext()
         with driver, CudaCalls() if self._is_cuda else nullcontext(), ledger:
-            step.accumulate(batch, size, Alone(step.objective.knowledge), PartResult(size))
+            step.accumulate(batch, size, SingleMicroBatch(step.objective.knowledge), PartResult(size))
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
             self._make_optimizer_step()

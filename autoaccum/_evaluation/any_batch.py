@@ -105,14 +105,7 @@ def batched(
 
 
 def _joined(done: Sequence[tuple[Any, int]]) -> Any:
-    """Return results of parts as that of the batch.
-
-    Args:
-        done: The results, each with its number of samples.
-
-    Raises:
-        InvalidInputError: They have no row for each sample, or rows of unlike shapes.
-    """
+    """Return results of parts, each with its number of samples, as that of the batch."""
     columns = [[leaf for _, leaf in leaves_of(result)] for result, _ in done]
     if len(done) > 1 and all(_is_by_sample(*of_part) for of_part in done):
         result, size = done[0]

@@ -125,10 +125,6 @@ class Evaluator:
             batches: A loader's batches.
             trained_size: A size known to fit in training, if any. If the device does not fail cleanly, the first
                 attempt is no larger; otherwise it is a whole batch.
-
-        Raises:
-            InvalidInputError: There is no batch, a metric returns no number, or there are neither metrics nor a loss.
-            DoesNotFitError: Not even one sample fits, or memory ran out in a metric that keeps its own count.
         """
         started = time.perf_counter()
         step, sums, samples = self._step, _Sums(), 0
@@ -167,12 +163,7 @@ class Evaluator:
         return Evaluation(loss, metrics, samples, time.perf_counter() - started, losses=losses)
 
     def try_out(self, batches: Iterable[Any], most: int | None = None) -> None:
-        """Evaluate one micro-batch of at most `most` samples, whose lack of memory is no error; modes are restored.
-
-        Raises:
-            InvalidInputError: There is no sample, a metric returns no number, or there are neither metrics nor a loss.
-            DoesNotFitError: Memory ran out in a metric that keeps its own count.
-        """
+        """Evaluate one micro-batch of at most `most` samples, whose lack of memory is no error; modes are restored."""
         split, self.has_loss = self._step.objective.split, None
         self._may_check = False
         try:
@@ -205,7 +196,12 @@ class Evaluator:
         step, objective = self._step, self._step.objective
         objective.calls.may_lack_loss = self._has_metrics
         try:
-            with evaluation_weights(step.optimizer, step.memory), evaluation_mode(objective.modules), _no_gradients():
+            with (
+                evaluation_weights(step.optimizer, step.memory),
+                evaluation_mode(objective.modules),
+                torch.inference_mode(False),  # the caller's, in which graphs of losses say nothing
+                torch.no_grad(),
+            ):
                 yield
         finally:
             objective.calls.may_lack_loss = False
@@ -247,21 +243,18 @@ class Evaluator:
     def _checked_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; once more, if a loss in it is not what a check has found earlier."""
         # Not a loss over whole windows, nor one of a model that communicates in its passes.
-        self._may_check = is_checked = self._whole is None and self._step.passes is None
-        if is_checked and size < window.samples:
+        self._may_check = self._whole is None and self._step.passes is None
+        if self._may_check and size < window.samples:
             check_losses(self._step, window.part(start, start + size))
-        try:
-            return self._one_part(window, start, size)
-        except RecheckWindow as error:
-            if not is_checked:
-                raise error.error from None
-        self._may_check = False
-        self._step.objective.knowledge.ask_for_check()
-        check_losses(self._step, window.part(start, start + size))
-        try:
-            return self._one_part(window, start, size)
-        except RecheckWindow as error:
-            raise error.error from None
+        while True:
+            try:
+                return self._one_part(window, start, size)
+            except RecheckWindow as error:
+                if not self._may_check:
+                    raise error.error from None
+            self._may_check = False
+            self._step.objective.knowledge.ask_for_check()
+            check_losses(self._step, window.part(start, start + size))
 
     def _one_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
@@ -334,12 +327,7 @@ class Evaluator:
 
 
 def check_losses(step: GradientStep, window: Window) -> None:
-    """Try the losses on a few samples, and on fewer if memory runs out, where it is not known how they weigh them.
-
-    Raises:
-        DoesNotFitError: Not even one sample fits.
-        InvalidInputError: A loss cannot be put together from micro-batches.
-    """
+    """Try the losses on a few samples, and on fewer if memory runs out, where it is not known how they weigh them."""
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
     if is_ambiguous(objective.knowledge, window):
         objective.knowledge.ask_for_check()
@@ -366,13 +354,6 @@ def check_losses(step: GradientStep, window: Window) -> None:
             step.savepoint.unrestored.restore()
     objective.check_anew()
     raise whole_does_not_fit(step, said, Phase.WEIGH, TRIES_TO_WEIGH)
-
-
-@contextmanager
-def _no_gradients() -> Iterator[None]:
-    """Compute no gradients, also where the caller is in inference mode, in which graphs of losses say nothing."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _times(value: Tensor, factor: Any) -> Tensor:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.pieces import Split
     from autoaccum._engine.out_of_memory import Witness
-    from autoaccum._engine.savepoint import Savepoint, State
+    from autoaccum._engine.savepoint import SavedState, Savepoint
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.errors import DoesNotFitError
 
@@ -68,16 +68,10 @@ class PartsThatFit:
         self._most = most
         self._witness = witness
         self._knows_what_moves = False
-        self._earlier: State | None = None  # before an earlier part, whose memory is used again
+        self._to_overwrite: SavedState | None = None  # before an earlier part, whose memory is used again
 
     def of(self, window: Window, function: Callable[[int, int], _T]) -> Iterator[tuple[int, _T]]:
-        """Yield the size of each part of a batch, in order, and what a function of its start and size returns.
-
-        Raises:
-            DoesNotFitError: Not even one sample fits.
-            InvalidInputError: Memory ran out, and the samples were changed in place.
-            StateDamagedError: Memory ran out after something was written that cannot be restored.
-        """
+        """Yield the size of each part of a batch, in order, and what a function of its start and size returns."""
         start = tries = failures = 0
         is_clean, samples = True, window.samples
         most = samples if self._most is None else min(samples, self._most)
@@ -111,9 +105,6 @@ class PartsThatFit:
         """Return what a function of each part and its size returns; the sizes; and the batch as a window.
 
         A batch that cannot be cut is a single part, of size 1, and no window.
-
-        Raises:
-            InvalidInputError: Memory ran out, and the batch cannot be cut; or as for `of`.
         """
         try:
             window = Window([batch], split)
@@ -130,12 +121,12 @@ class PartsThatFit:
     ) -> _T | MemoryEvent:
         """Call a function; if memory runs out in it, restore everything and return what happened."""
         versions, is_first = _versions_in(window), not self._knows_what_moves
-        before: State | None = None
+        before: SavedState | None = None
         try:
             if is_first:  # its copies are freed at the end, since the training needs their memory
                 before = self._savepoint.save(is_thorough=True)
             else:
-                before = self._earlier = self._savepoint.save(self._earlier, copies_all=False)
+                before = self._to_overwrite = self._savepoint.save(self._to_overwrite, copies_all=False)
             done = function()
             if is_first:
                 before.learn_moved()

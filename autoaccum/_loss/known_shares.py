@@ -34,7 +34,7 @@ class Number(NamedTuple):
     weight: Callable[[], float | Tensor] | float | None = None
 
 
-class Alone:
+class SingleMicroBatch:
     """A micro-batch that is the whole window, so that every loss is as it is."""
 
     # Whether `weigh_at_once` may see what the only loss adds.
@@ -67,7 +67,7 @@ class Alone:
         return Number(1.0, 1.0)
 
 
-class BySamples(Alone):
+class BySamples(SingleMicroBatch):
     """Micro-batches of a window in which every loss is a mean over samples."""
 
     is_quick = True
@@ -100,7 +100,7 @@ class BySamples(Alone):
         return Number(self._share, self._share)
 
 
-class Nothing(Alone):
+class Nothing(SingleMicroBatch):
     """Samples that count for nothing, of a process that makes a pass since others make it."""
 
     def weigh(self, loss: LossValue) -> Tensor:

@@ -16,7 +16,7 @@ from autoaccum._loss.loss_values import in_full
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from autoaccum._loss.known_shares import Alone
+    from autoaccum._loss.known_shares import SingleMicroBatch
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.window_weights import WindowWeights
 
@@ -28,7 +28,7 @@ _PAIRS = ((TOTAL, WEIGHT), (OWN_TOTAL, OWN_WEIGHT))
 
 
 def note(
-    values: Sequence[LossValue], samples: int, weights: Alone | WindowWeights, into: dict[Slot, list[Any]]
+    values: Sequence[LossValue], samples: int, weights: SingleMicroBatch | WindowWeights, into: dict[Slot, list[Any]]
 ) -> None:
     """Record the values that one micro-batch reports, as sums with their weights."""
     counts = weights.number_of([one for one in values if not one.is_reported])

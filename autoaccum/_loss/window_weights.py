@@ -50,7 +50,7 @@ class WindowWeights:
             from.
 
     Attributes:
-        is_quick: As for `Alone`.
+        is_quick: As for `SingleMicroBatch`.
     """
 
     def __init__(

@@ -94,21 +94,21 @@ class Savings:
         work: Callable[[], _T],
         *,
         on_climb: Callable[[], object] = lambda: None,
-        is_final: Callable[[], bool] = lambda: False,
+        is_past_return: Callable[[], bool] = lambda: False,
     ) -> _T:
         """Do work with what saves memory, and again with more where that may avoid its error.
 
         Args:
             work: A step.
             on_climb: Called before it is done again, with modules as they were.
-            is_final: Whether work that has failed must not be done again.
+            is_past_return: Whether work that has failed must not be done again.
         """
         while True:
             try:
                 with self.in_force() if self.names or self._reason else nullcontext():
                     return work()
             except AVOIDABLE as error:
-                if is_final() or not self._climbs(error):
+                if is_past_return() or not self._climbs(error):
                     raise
                 let_go(error)
             # After the handler: inside it the traceback still pins the activations.

@@ -64,11 +64,7 @@ class Remembered:
 
 
 class PlanCache:
-    """Stores the results of searches in a folder that all processes of a user share.
-
-    Args:
-        notices: Reports what is found, and a folder that cannot be written to, once each.
-    """
+    """Stores the results of searches in a folder that all processes of a user share."""
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices

@@ -10,10 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Plan
     from autoaccum._sizing.cutter import Cutter
-    from autoaccum._sizing.events import Events
 
 PLANS = 3
 # The first window of a size may be slower (compilation, allocation), and of the others the shortest counts.
@@ -73,12 +71,10 @@ class Clock:
         fastest: The plan that was chosen; None before.
     """
 
-    def __init__(self, cutter: Cutter, memory: MemoryBackend, starts_after: int | None, events: Events) -> None:
+    def __init__(self, cutter: Cutter, starts_after: int | None) -> None:
         self.starts_after = starts_after
         self.fastest: Plan | None = None
         self._cutter = cutter
-        self._memory = memory
-        self._events = events
         self._tempo: Autotune | None = None
         self._windows = 0
         self._began_at = 0.0
@@ -105,7 +101,7 @@ class Clock:
     def wait(self) -> None:
         """Record that the window now waits for other processes."""
         if self._tempo is not None:
-            self._memory.synchronize()
+            self._cutter.memory.synchronize()
         self._ended_at = time.perf_counter()
 
     def end(self, *, is_clean: bool) -> bool:
@@ -115,7 +111,7 @@ class Clock:
         if self._tempo is not None:
             runs = [run for group in cutter.groups for run in group]
             if is_clean and sum(samples for samples, _ in runs) >= cutter.plan.target_batch:
-                self._memory.synchronize()
+                self._cutter.memory.synchronize()
                 work = sum(samples * sum(widths) for samples, widths in runs) / cutter.plan.target_batch
                 self._tempo.note((self._ended_at or time.perf_counter()) - self._began_at, work)
             self._follow(self._tempo)
@@ -146,5 +142,5 @@ class Clock:
         self._tempo, before = None, cutter.plan
         cutter.set(cutter.plan_of(tempo.size))
         if cutter.plan != before:
-            self._events.planned(cutter.plan, None)
+            cutter.events.planned(cutter.plan, None)
         self.fastest = cutter.plan

@@ -36,6 +36,7 @@ class Cutter:
         frontier: What is known to fit.
         widths: Those that the plan was made for; None before the first window.
         groups: The samples of the current window that can be joined, with their widths.
+        memory, parameters, wanted, events: As given; the learner and the clock read them here.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class Cutter:
         self.compared_to = cutting.compared_to
         self.widths: Widths | None = None
         self.groups: list[Runs] = []
-        self._memory = memory
-        self._parameters = parameters
-        self._wanted = wanted
-        self._events = events
+        self.memory = memory
+        self.parameters = parameters
+        self.wanted = wanted
+        self.events = events
         self._widths_before = cutting.widths
         self._sizes: tuple[int, ...] | None = None  # of the current window
         self._backoffs = Backoffs()
@@ -85,11 +86,11 @@ class Cutter:
     def plan_of(self, most: int) -> Plan:
         """Return the plan of micro-batches of at most so many samples."""
         target = self.plan.target_batch
-        return planner.planned(target, max(1, self.capped(min(most, target))), is_uniform=self._wanted.is_uniform)
+        return planner.planned(target, max(1, self.capped(min(most, target))), is_uniform=self.wanted.is_uniform)
 
     def capped(self, size: int) -> int:
         """Return a size that is allowed."""
-        most = self._wanted.most
+        most = self.wanted.most
         return size if most is None else min(size, most)
 
     # --- one window ---------------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class Cutter:
         """Begin a window of samples with these widths, by groups that can be joined."""
         self.groups, self._sizes = groups, None
         if self.widths is None:
-            self._meet(self.widest(), is_learning=is_learning)
+            self._meet(widest(itertools.chain.from_iterable(groups)), is_learning=is_learning)
 
     def cut(self, start: int = 0) -> tuple[int, ...]:
         """Return the micro-batch sizes of the window from sample `start` on."""
@@ -127,13 +128,9 @@ class Cutter:
         """Return the widths of a micro-batch of the window."""
         return widths_between([run for runs in self.groups for run in runs], start, start + size)
 
-    def widest(self) -> Widths:
-        """Return the widths of the window's widest samples."""
-        return widest(itertools.chain.from_iterable(self.groups))
-
     def limit(self, widths: Widths, most: int) -> int:
         """Return the most samples of these widths that a micro-batch may have, at most `most`."""
-        wanted, plan = self._wanted, self.timed or self.plan
+        wanted, plan = self.wanted, self.timed or self.plan
         if not wanted.by_width:
             most = min(most, max(self.set_plan.micro_batch, wanted.fits))
         else:
@@ -148,8 +145,8 @@ class Cutter:
 
     def free_beside_gradients(self) -> int:
         """Return the bytes that are free once all gradients exist."""
-        to_come = (p for p in self._parameters() if p.requires_grad and p.grad is None)
-        return self._memory.reading().free_bytes - sum(p.nbytes for p in to_come)
+        to_come = (p for p in self.parameters() if p.requires_grad and p.grad is None)
+        return self.memory.reading().free_bytes - sum(p.nbytes for p in to_come)
 
     def forget_limits(self) -> None:
         """Read anew how much fits, since more is known."""
@@ -161,7 +158,7 @@ class Cutter:
         if len(runs) == 1:
             if runs == [(plan.target_batch, self.widths)]:
                 return plan.micro_batches
-            return planner.cut(samples, self.limit(runs[0][1], samples), is_uniform=self._wanted.is_uniform)
+            return planner.cut(samples, self.limit(runs[0][1], samples), is_uniform=self.wanted.is_uniform)
         sizes = self._greedy(runs, samples)
         even = planner.balanced(samples, -(-samples // len(sizes)))
         return even if self._are_allowed(even, runs) else sizes
@@ -194,7 +191,7 @@ class Cutter:
         """Return how many samples of these widths fit, as far as is known."""
         found = self.frontier.largest(widths, self.free_beside_gradients(), sys.maxsize)
         if found < most:  # what a cache or the heap keeps counts as used
-            self._memory.trim()
+            self.memory.trim()
             found = self.frontier.largest(widths, self.free_beside_gradients(), sys.maxsize)
         return found
 
@@ -202,8 +199,8 @@ class Cutter:
         """Take samples of some widths for those of the plan."""
         before = self._widths_before
         self.widths = widths if before is None or len(before) != len(widths) else before
-        if self._wanted.by_width and not is_learning and not self.frontier.fits:
-            self.frontier.note(max(self.set_plan.micro_batch, self._wanted.fits), widths)
+        if self.wanted.by_width and not is_learning and not self.frontier.fits:
+            self.frontier.note(max(self.set_plan.micro_batch, self.wanted.fits), widths)
         if self._shrunk is not None:
             self.grow_later(self.set_plan, self._shrunk.micro_batch)
             self._shrunk = None
@@ -212,11 +209,11 @@ class Cutter:
 
     def fail(self, failed: int, widths: Widths) -> bool:
         """Make micro-batches smaller whose samples are at least as wide; return whether there are smaller ones."""
-        is_plans = widths == self.widths or not self._wanted.by_width
+        is_plans = widths == self.widths or not self.wanted.by_width
         largest = self.set_plan.micro_batch if is_plans else failed
         if not self._backoffs.fail(widths, failed, target_batch=self.plan.target_batch, largest=largest):
             return False
-        if self._wanted.by_width:
+        if self.wanted.by_width:
             self.frontier.fail(failed, widths)
         self._change_size()
         return True
@@ -251,7 +248,7 @@ class Cutter:
         plan = self.set_plan if size == self.set_plan.micro_batch else self.plan_of(size)
         if plan != self.plan:
             self.plan = plan
-            self._events.planned(plan, None)
+            self.events.planned(plan, None)
 
 
 def widest(runs: Iterable[tuple[int, Widths]]) -> Widths:

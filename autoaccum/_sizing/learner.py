@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +15,9 @@ from autoaccum._sizing.cutter import widest
 from autoaccum._sizing.search import Search
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
-
-    from autoaccum._memory.base import MemoryBackend
     from autoaccum._sizing.cutter import Cutter
-    from autoaccum._sizing.cutting import SizingOptions
-    from autoaccum._sizing.events import Events
     from autoaccum._sizing.frontier import Widths
 
 # The most samples with which a window begins again above a soft limit, since the next would be single ones.
@@ -37,44 +33,31 @@ class Learner:
         probe: The result; None before.
     """
 
-    def __init__(
-        self,
-        cutter: Cutter,
-        memory: MemoryBackend,
-        parameters: Callable[[], Iterable[Tensor]],
-        wanted: SizingOptions,
-        events: Events,
-    ) -> None:
-        self.is_active = wanted.learns
+    def __init__(self, cutter: Cutter) -> None:
+        self.is_active = cutter.wanted.learns
         self.peak_bytes: int | None = None
         self.probe: ProbeResult | None = None
         self._cutter = cutter
-        self._memory = memory
-        self._parameters = parameters
-        self._wanted = wanted
-        self._events = events
-        self._search: Search | None = None
         self._trials: list[Trial] = []
         self._before_state = 0  # how many of them ran before the optimizer had state
 
-    @property
+    @cached_property
     def search(self) -> Search:
         """The search, which begins with the first window."""
-        if self._search is None:
-            self._search = Search(
-                self._cutter.frontier,
-                begins_with=self._wanted.begins_with,
-                fails_cleanly=self._memory.fails_cleanly,
-                is_soft=self._memory.is_soft,
-            )
-        return self._search
+        memory = self._cutter.memory
+        return Search(
+            self._cutter.frontier,
+            begins_with=self._cutter.wanted.begins_with,
+            fails_cleanly=memory.fails_cleanly,
+            is_soft=memory.is_soft,
+        )
 
     def sizes(self, start: int) -> Iterator[int]:
         """Yield the size of the next micro-batch, then the remaining sizes as they are without further learning."""
-        self._memory.trim()
+        self._cutter.memory.trim()
         runs, *others = self._cutter.rests(start)
         rest = sum(samples for samples, _ in runs)
-        free_bytes = self._memory.reading().free_bytes
+        free_bytes = self._cutter.memory.reading().free_bytes
         size = self._cutter.capped(self.search.next_size(rest, widest(runs), free_bytes, is_first=start == 0))
         yield size
         for samples in [rest - size, *(sum(each for each, _ in other) for other in others)]:
@@ -103,7 +86,7 @@ class Learner:
             torch.OutOfMemoryError: It is above the limit, and can hardly be made smaller.
         """
         self.peak_bytes = max(self.peak_bytes or 0, peak or 0) or None
-        if (excess := self._memory.excess(peak)) is not None:
+        if (excess := self._cutter.memory.excess(peak)) is not None:
             if size <= _UNDIVIDED:
                 raise torch.OutOfMemoryError(excess)
             self._note(Trial(size, fits=False, peak_bytes=peak, elapsed_s=elapsed_s), widths)
@@ -117,7 +100,7 @@ class Learner:
             extra,
             is_first=start == 0,
             is_whole=size == sum(samples for runs in self._cutter.groups for samples, _ in runs),
-            gradient_bytes=gradient_bytes(self._parameters()),
+            gradient_bytes=gradient_bytes(self._cutter.parameters()),
         )
         self._note(Trial(size, fits=True, peak_bytes=peak, elapsed_s=elapsed_s), widths)
 
@@ -132,9 +115,9 @@ class Learner:
             sizes: Those of its micro-batches.
             held_bytes: The memory in use before the last of them.
         """
-        self._memory.trim()
+        self._cutter.memory.trim()
         groups = [(sum(samples for samples, _ in runs), widest(runs)) for runs in self._cutter.groups]
-        self.search.end_window(groups, self._memory.reading().free_bytes, most=self._wanted.most)
+        self.search.end_window(groups, self._cutter.memory.reading().free_bytes, most=self._cutter.wanted.most)
         # A size that fitted before the optimizer's state existed may not fit with it.
         self._before_state = self._before_state or len(self._trials)
         if self.search.is_done:
@@ -151,23 +134,23 @@ class Learner:
         is_answer = trial.fits and trial.size == self._cutter.frontier.surely(widths)
         if not is_reported and (fits < trial.size < failed or is_answer or not trial.fits):
             self._trials.append(trial)
-            self._events.trial(trial)
+            self._cutter.events.trial(trial)
 
     def _conclude(self, sizes: Sequence[int], held_bytes: int) -> None:
         """End with what was found for the widest samples of the last window."""
         self.is_active = False
         cutter, frontier, failed_trials = self._cutter, self._cutter.frontier, self.search.failed_trials
-        widths = cutter.widths = cutter.widest()
+        widths = cutter.widths = widest(run for runs in cutter.groups for run in runs)
         line, sure = frontier.line(widths), frontier.surely(widths)
         if not sure:  # samples as wide were in first micro-batches alone, the last of which has just fitted
             sure = max(1, min(sizes[0], (frontier.too_many(widths) or sizes[0] + 1) - 1))
             frontier.note(sure, widths)
-        begun_with = None if failed_trials else self._wanted.begins_with
+        begun_with = None if failed_trials else self._cutter.wanted.begins_with
         largest = max(sizes) if begun_with is not None and begun_with >= max(sizes) else sure
         self.probe = ProbeResult(
             largest,
             tuple(self._trials),
-            self._memory.reading().limit_bytes,
+            self._cutter.memory.reading().limit_bytes,
             None if line is None else max(0, int(held_bytes + line.fixed_bytes)),
             None if line is None else int(line.bytes_per_sample),
         )
@@ -179,4 +162,4 @@ class Learner:
             hoped = cutter.plan_of(line.largest_within(cutter.free_beside_gradients()))
             if hoped.micro_batch > cutter.plan.micro_batch:  # it has failed, although it is predicted to fit
                 cutter.grow_later(hoped, cutter.plan.micro_batch)
-        self._events.planned(cutter.plan, self.probe, is_proven=cutter.plan.micro_batches == tuple(sizes))
+        self._cutter.events.planned(cutter.plan, self.probe, is_proven=cutter.plan.micro_batches == tuple(sizes))

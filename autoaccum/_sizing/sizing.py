@@ -37,7 +37,7 @@ class Sizing:
         learner: Chooses the sizes of the first windows.
         clock: Compares sizes that fit.
         measures: Whether `enter` and `leave` must be called for micro-batches of the current window.
-        failed: What ran out of memory in this window, trials left out: samples and widths, for other processes.
+        failures: What ran out of memory in this window, trials left out: samples and widths, for other processes.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Sizing:
         events: Events,
     ) -> None:
         self.measures = False
-        self.failed: list[tuple[int, Widths]] = []
+        self.failures: list[tuple[int, Widths]] = []
         self._memory = memory
         self._wanted = wanted
         self._events = events
         self.cutter = Cutter(memory, parameters, cutting, wanted, events)
-        self.learner = Learner(self.cutter, memory, parameters, wanted, events)
-        self.clock = Clock(self.cutter, memory, None if self.cutter.is_shrunk else wanted.times_after, events)
+        self.learner = Learner(self.cutter)
+        self.clock = Clock(self.cutter, None if self.cutter.is_shrunk else wanted.times_after)
         self._alone: Counter[int] = Counter()  # how often this window's samples failed alone, by their indices
         self._too_large: set[Widths] = set()  # of samples that failed alone also after waiting
         self._is_measuring = False
@@ -94,7 +94,7 @@ class Sizing:
         return not (self.learner.is_active or self.clock.is_running)
 
     @property
-    def is_quiet(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether nothing is to be learned from windows that do not run out of memory: sizes stay as they are."""
         return not (self.learner.is_active or self.cutter.is_shrunk or self._is_measuring) and self.clock.is_over
 
@@ -115,7 +115,7 @@ class Sizing:
         """Inspect a window before it is cut."""
         self.clock.begin()
         self._alone.clear()
-        self.failed.clear()
+        self.failures.clear()
         self.learner.peak_bytes = None
         self._entered_at = time.perf_counter()
         self._copied_bytes = self._bytes_copied(window)
@@ -190,10 +190,6 @@ class Sizing:
         else:
             frontier.measure(size, widths, extra, is_bound=start == 0)
 
-    def wait(self) -> None:
-        """Record that the window now waits for other processes."""
-        self.clock.wait()
-
     def fail(self, start: int, size: int, *, may_wait: bool = False) -> bool:
         """Switch to smaller sizes after a micro-batch ran out of memory; return whether to try again.
 
@@ -214,7 +210,7 @@ class Sizing:
             return is_worth_it
         if is_learning:
             return self.learner.search.fail(size, widths)
-        self.failed.append((most, widths))
+        self.failures.append((most, widths))
         return self._shrink(most, widths)
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> bool:

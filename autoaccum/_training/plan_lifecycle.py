@@ -262,7 +262,7 @@ class PlanLifecycle:
             events,
             self._notices,
             peers=self._call.world.peers,
-            prepare=self._progress.prepare,
+            allocate_ahead=self._progress.prepare,
             step_made=self._progress.step_made,
             noise=self._call.noise,
         )
@@ -321,7 +321,7 @@ class PlanLifecycle:
                 lambda: self.current.step(part),
                 on_climb=self._begin_again,
                 # Once the optimizer step is made, here or on other ranks, nothing can help.
-                is_final=lambda: self.current.is_past_return,
+                is_past_return=lambda: self.current.is_past_return,
             )
         except DoesNotFitError as error:
             rest = None if self.current.is_past_return else self._rest(error)

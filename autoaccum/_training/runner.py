@@ -202,15 +202,12 @@ class Runner:
             if part is None:
                 part = as_window(window, self._step.objective.split)
             runner, savings = self._runner, self._savings
-            if not (self._limit.enforces or savings.names or savings.is_auto):
-                report = runner.step(part)
-            else:
-                with self._limit.in_force():
-                    report = savings.run(
-                        lambda: runner.step(part),
-                        on_climb=lambda: runner.sizing.set(runner.sizing.cutter.set_plan),
-                        is_final=lambda: runner.is_past_return,
-                    )
+            with self._limit.in_force():
+                report = savings.run(
+                    lambda: runner.step(part),
+                    on_climb=lambda: runner.sizing.set(runner.sizing.cutter.set_plan),
+                    is_past_return=lambda: runner.is_past_return,
+                )
         assert report is not None
         return report
 

@@ -86,7 +86,7 @@ def test_second_interrupt_that_keeps_a_window_from_being_restored_keeps_it_out_o
         def on_step(self, report, *, epoch):
             if report.step == 4:
                 run.model.norm.register_forward_hook(interrupted)  # in the next window, after the running statistics
-                monkeypatch.setattr(Engine, "_restore", interrupted)
+                monkeypatch.setattr(Engine, "restore", interrupted)
 
     with pytest.raises(KeyboardInterrupt):
         run.fit(Presses())
