@@ -111,7 +111,7 @@ def preflight(
         precision: As for `fit`.
         max_micro_batch: The largest size of interest; None means `target_batch`.
         memory_limit: As for `fit`; also applies to the GPUs in `gpus`, unless something is measured on the CPU.
-        save_memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
+        save_memory: As for `fit`: the report is of steps with it from the start, except for "auto".
         gpus: Names of GPUs to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted GPU to predict for, such as "24GiB".
         display: The memory of each of these GPUs that a display uses, such as "600MiB"; None means none.
