@@ -197,7 +197,7 @@ def draws_by_batch_size(micro_batch, accum_steps, mended):
     loop(micro_batch, accum_steps, accum_steps, data=[one[order] for one in samples()])
 
 
-@fault("SGD (optimizer 2): every gradient is 2 times as large")
+@fault("SGD: every gradient is 2 times as large")
 def one_of_two_optimizers(micro_batch, accum_steps, mended):
     generator, critic = network(0), network(1)
     optimizers = [torch.optim.AdamW(generator.parameters()), torch.optim.SGD(critic.parameters(), lr=0.1)]
@@ -210,7 +210,7 @@ def one_of_two_optimizers(micro_batch, accum_steps, mended):
                 optimizer.zero_grad()
 
 
-@fault("AdamW: step 2: every gradient is 2 times as large")
+@fault("step 2: every gradient is 2 times as large")
 def wrong_from_the_second_step_on(micro_batch, accum_steps, mended):
     steps = 0
 

@@ -155,7 +155,7 @@ def _verify(
         _check_follows(whole, splits[-1])
     checks, noise, notes = compare(whole, again, splits, world_size)
     first = (whole.micro_batch, whole.accum_steps)
-    return Verification(target_batch, world_size, first, tuple(checks), noise, tuple(notes))
+    return Verification(target_batch, world_size, first, tuple(checks), noise, notes)
 
 
 def _splits(target_batch: int, world_size: int, most: int | None) -> Iterator[Sizes]:
@@ -168,16 +168,9 @@ def _splits(target_batch: int, world_size: int, most: int | None) -> Iterator[Si
 
 def _check_follows(whole: Run, split: Run) -> None:
     """Raise if a run is the same with other sizes."""
-    if whole.passes() == split.passes():
+    if (whole.rows, whole.backwards) == (split.rows, split.backwards):
+        raise InvalidInputError(f"{split.name} does the same as {whole.name}: micro_batch and accum_steps are ignored")
+    if whole.rows and max(whole.rows) == max(split.rows, default=0) and sum(split.rows) > sum(whole.rows):
         raise InvalidInputError(
-            f"{split.name} does the same as {whole.name}: the command ignores {{micro_batch}} and {{accum_steps}}"
-        )
-    rows = [max((row for row in one.passes()[0] if row > 0), default=0) for one in (whole, split)]
-    if (
-        rows[0]
-        and rows[0] == rows[1]
-        and rows[0] * split.accum_steps > sum(row for row in whole.passes()[0] if row > 0)
-    ):
-        raise InvalidInputError(
-            f"{split.name} has as many samples in a forward pass ({rows[0]}) as {whole.name}: {{micro_batch}} is ignored"
+            f"{split.name} passes {max(split.rows)} samples at once, as {whole.name} does: micro_batch is ignored"
         )

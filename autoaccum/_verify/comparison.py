@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,307 +14,230 @@ from autoaccum._records import SplitCheck
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-# The relative difference that rounding explains, by the least precise numbers seen. In float32 the gradient of a whole
-# batch is itself up to 7e-5 from float64's (docs/dev/design.md); half precision keeps 11 and 8 bits.
+# The relative difference that rounding explains. In float32, the gradient of a whole batch is itself up to 7e-5 from
+# that in float64 (docs/dev/design.md); the others keep 8, 11, 11 and 53 bits.
 _TOLERANCES = {"torch.bfloat16": 5e-2, "torch.float16": 1e-2, "tf32": 1e-2, "torch.float64": 1e-7}
-_TOLERANCE = 3e-4  # of float32
-# Of a single module, rounding is larger, also by what cancels in the whole.
+_OF_FLOAT32 = 3e-4
+# Of a single module, rounding may be ten times as large, and a tenth of this share of the whole.
 _OF_MODULE, _OF_WHOLE = 10.0, 0.1
-# Two equal runs may differ by this much, and a split by three times as much, before nothing can be said.
-_MOST_NOISE, _NOISES = 0.3, 3.0
+# Splits may differ by this many times as much as two equal runs do, which may differ by so much.
+_NOISES, _MOST_NOISE = 3.0, 0.3
+# How near a ratio is to a number that explains it.
+_NEAR = 1e-2
 Ranks = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
 class _Step:
-    """A step of one optimizer, the ranks one after the other.
+    """A step of one optimizer, as its ranks saw it, one after the other.
 
     Attributes:
-        names: Of the parameters.
-        gradient: Projections: (parameters, projections); zeros where there is no gradient.
-        missing: The parameters without a gradient.
-        parts: What each backward pass added; None where ranks differ in their number.
-        seen: What each rank saw of its window.
+        seen: The windows, by rank.
+        owners: The module of each parameter.
+        gradient: Its projections, zeros without a gradient: (parameters, projections).
+        lacking: The modules with a parameter without a gradient.
     """
 
-    names: list[str]
-    gradient: torch.Tensor
-    missing: frozenset[str]
-    parts: torch.Tensor | None
-    seen: Sequence[dict[str, Any]]
+    def __init__(self, seen: Sequence[dict[str, Any]]) -> None:
+        self.seen = seen
+        names, rows = zip(*(row for one in seen for row in one["gradients"]), strict=True)
+        self.owners = [name.rpartition(".")[0] or name for name in names]
+        self.gradient = torch.tensor([row or [0.0] * 8 for row in rows], dtype=torch.float64)
+        self.lacking = {owner for owner, row in zip(self.owners, rows, strict=True) if row is None}
 
-    def total(self, what: str) -> int:
-        return sum(sum(one[what]) for one in self.seen)
+    def all(self, what: str) -> list[Any]:
+        return [value for one in self.seen for value in one[what]]
 
 
 class Run:
-    """What was seen of one run, of its ranks in order."""
+    """A run of one split; `steps` are those of each optimizer."""
 
     def __init__(self, micro_batch: int, accum_steps: int, ranks: Ranks) -> None:
-        self.micro_batch, self.accum_steps, self.ranks = micro_batch, accum_steps, ranks
+        self.micro_batch, self.accum_steps = micro_batch, accum_steps
         self.name = f"{micro_batch} x {accum_steps}"
+        self.optimizers = [one["name"] for one in ranks[0]["optimizers"]]
+        by_rank = [[one["steps"] for one in rank["optimizers"]] for rank in ranks]
+        self.steps = [[_Step(seen) for seen in zip(*steps, strict=False)] for steps in zip(*by_rank, strict=False)]
+        self.batchnorm = sorted(set(chain.from_iterable(rank["batchnorm"] for rank in ranks)))
+        self.tolerance = max(_TOLERANCES.get(kind, _OF_FLOAT32) for rank in ranks for kind in rank["types"])
+        first = next(steps[0] for steps in self.steps if steps)
+        self.rows, self.backwards = first.all("rows"), len(first.all("parts"))
+        for number, step in enumerate(chain.from_iterable(self.steps)):
+            bad = [owner for owner, row in zip(step.owners, step.gradient, strict=True) if not row.isfinite().all()]
+            if bad:
+                raise InvalidInputError(
+                    f"gradients are NaN or infinite ({self.name}, step {number + 1}, {listed(list(dict.fromkeys(bad)))}); "
+                    "mend that first"
+                )
 
-    def steps(self, place: int) -> list[_Step]:
-        """Return the steps of one optimizer."""
-        by_rank = [rank["optimizers"][place]["steps"] for rank in self.ranks if place < len(rank["optimizers"])]
-        return [_joined(one) for one in zip(*by_rank, strict=False)]
-
-    def passes(self) -> list[list[int]]:
-        """Return the rows of each forward pass, and how many backward passes there were, of all first steps."""
-        first = [one["steps"][0] for rank in self.ranks for one in rank["optimizers"] if one["steps"]]
-        return [[*one["rows"], -len(one["parts"])] for one in first]
-
-
-def _joined(seen: Sequence[dict[str, Any]]) -> _Step:
-    rows = [row for one in seen for row in one["gradients"]]
-    gradient = torch.tensor([row[1] or [0.0] * 8 for row in rows], dtype=torch.float64).reshape(len(rows), -1)
-    parts = None
-    if len({len(one["parts"]) for one in seen}) == 1:
-        parts = torch.cat([torch.tensor(one["parts"], dtype=torch.float64) for one in seen], dim=1)
-        parts = parts if parts.numel() else None
-    missing = frozenset(row[0] for row in rows if row[1] is None)
-    return _Step([row[0] for row in rows], gradient, missing, parts, seen)
+    def pairs(self, other: Run, place: int) -> Iterator[tuple[_Step, _Step]]:
+        """Return the steps of one optimizer, here and there."""
+        theirs = other.steps[place] if place < len(other.steps) else []
+        for step, their in zip(self.steps[place], theirs, strict=False):
+            if step.owners != their.owners:
+                raise InvalidInputError(f"the optimizer has other parameters in {other.name} than in {self.name}")
+            yield step, their
 
 
 def compare(
     whole: Run, again: Run, splits: Sequence[Run], world_size: int
-) -> tuple[list[SplitCheck], float, list[str]]:
+) -> tuple[list[SplitCheck], float, tuple[str, ...]]:
     """Return what each split shows, by how much two equal runs differ, and what else is to be said.
 
     Raises:
         InvalidInputError: Nothing can be said: gradients are NaN, or two equal runs differ too much.
     """
-    notes = []
-    found = [(place, one["name"]) for place, one in enumerate(whole.ranks[0]["optimizers"])]
-    for place, name in found:
-        if not whole.steps(place):
-            notes.append(f"optimizer {place + 1} of {len(found)} ({name}) made no step, and was not compared")
-    noises = {
-        place: [_size(b.gradient - a.gradient, a.gradient) for a, b in _pairs(whole, again, place)]
-        for place, _ in found
-    }
-    for run in (whole, again, *splits):
-        _check_finite(run, found)
-    noise = max((of_steps[0] for of_steps in noises.values() if of_steps), default=0.0)
+    places = range(len(whole.steps))
+    noises = [[_off(b.gradient, a.gradient) for a, b in whole.pairs(again, place)] for place in places]
+    noise = max(steps[0] for steps in noises if steps)
     if noise > _MOST_NOISE:
         raise InvalidInputError(
             f"two equal runs ({whole.name}) differ by {noise:.0%}, too much to compare splits; fix the seed of the "
             "weights and the order of the samples"
         )
-    if noise > _tolerance(whole):
+    notes = [f"{whole.optimizers[place]} made no step, and was not compared" for place in places if not noises[place]]
+    if noise > whole.tolerance:
+        notes.append(f"two equal runs differ by {noise:.1e}, for randomness in the model; that counts as noise")
+    if whole.batchnorm:
         notes.append(
-            f"two equal runs differ by {noise:.1e}: something other than dropout is random; it counts as noise"
+            f"{listed(whole.batchnorm)} in training mode depends on the micro-batch, however gradients are accumulated; "
+            "it was compared with its running statistics"
         )
-    kinds = sorted({kind for rank in whole.ranks for kind in rank["batchnorm"]})
-    if kinds:
-        notes.append(
-            f"{listed(kinds)} is in training mode: its statistics depend on the micro-batch, whatever the accumulation "
-            "does; it was compared with running statistics"
-        )
-    checks = []
-    for split in splits:
-        check = None
-        for place, name in found:
-            of = f"{name} (optimizer {place + 1}): " if len(found) > 1 else ""
-            for number, ((a, b), (_, c)) in enumerate(
-                zip(_pairs(whole, split, place), _pairs(whole, again, place), strict=False)
-            ):
-                if noises[place][number] > _MOST_NOISE:
-                    notes.append(f"{of}from step {number + 1} on, rounding alone changes gradients too much to compare")
+    checks = [SplitCheck(run.micro_batch, run.accum_steps, True, 0.0) for run in splits]
+    for number, run in enumerate(splits):
+        for place in places:
+            pairs = zip(whole.pairs(run, place), whole.pairs(again, place), noises[place], strict=False)
+            for step, ((a, b), (_, equal), of_step) in enumerate(pairs):
+                if of_step > _MOST_NOISE:
+                    notes.append(f"from step {step + 1} on, rounding changes too much to compare")
                     break
-                difference, diagnosis = _Pair(whole, split, a, b, c, world_size).judge()
-                if diagnosis and (check is None or check.is_right):
-                    at = f"step {number + 1}: " if number else ""
-                    check = SplitCheck(split.micro_batch, split.accum_steps, False, difference, of + at + diagnosis)
-                elif check is None or (check.is_right and difference > check.difference):
-                    check = SplitCheck(split.micro_batch, split.accum_steps, True, difference, "")
-        assert check is not None
-        checks.append(check)
-    return checks, noise, list(dict.fromkeys(notes))
+                if checks[number].is_right:
+                    found, diagnosis = _Comparison(whole, run, a, b, equal, world_size).judge()
+                    of = [whole.optimizers[place]] if len(places) > 1 else []
+                    said = ": ".join([*of, *([f"step {step + 1}"] if step else []), diagnosis]) if diagnosis else ""
+                    most = found if diagnosis else max(found, checks[number].difference)
+                    checks[number] = SplitCheck(run.micro_batch, run.accum_steps, not said, most, said)
+    return checks, noise, tuple(dict.fromkeys(notes))
 
 
-def _pairs(first: Run, second: Run, place: int) -> list[tuple[_Step, _Step]]:
-    pairs = list(zip(first.steps(place), second.steps(place), strict=False))
-    for a, b in pairs:
-        if a.names != b.names:
-            raise InvalidInputError(
-                f"the optimizer has other parameters in {second.name} than in {first.name}; the model must not depend "
-                "on how the batch is split"
-            )
-    return pairs
+def _off(one: torch.Tensor, of: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to that of a gradient."""
+    difference, size = float((one - of).norm()), float(of.norm())
+    return difference / size if size else math.inf if difference else 0.0
 
 
-def _check_finite(run: Run, found: list[tuple[int, str]]) -> None:
-    for place, _ in found:
-        for number, step in enumerate(run.steps(place)):
-            bad = [name for name, row in zip(step.names, step.gradient, strict=True) if not bool(row.isfinite().all())]
-            if bad:
-                raise InvalidInputError(
-                    f"gradients of step {number + 1} are NaN or infinite in {run.name} ({listed(bad)}); find out why "
-                    "before splits are compared"
-                )
-
-
-def _tolerance(*runs: Run) -> float:
-    return max(_TOLERANCES.get(kind, _TOLERANCE) for run in runs for rank in run.ranks for kind in rank["types"])
-
-
-def _size(difference: torch.Tensor, of: torch.Tensor) -> float:
-    """Return the norm of a difference, relative to that of a gradient."""
-    norms = float(difference.norm()), float(of.norm())
-    return norms[0] / norms[1] if norms[1] else math.inf if norms[0] else 0.0
-
-
-class _Pair:
-    """One optimizer step, of the whole batch and of a split.
-
-    Args:
-        whole: The run of the whole batch.
-        split: The run of the split.
-        a: The step in the former.
-        b: The step in the latter.
-        again: The step in the second run of the whole batch.
-        world_size: Ranks.
-    """
+class _Comparison:
+    """The same step of the whole batch (a), of a split (b), and of the second run of the whole batch (again)."""
 
     def __init__(self, whole: Run, split: Run, a: _Step, b: _Step, again: _Step, world_size: int) -> None:
-        self._a, self._b, self._again, self._world = a, b, again, world_size
-        self._parts = split.accum_steps / whole.accum_steps  # how many times as many
-        self._accum_steps, self._micro_batch = split.accum_steps, split.micro_batch
-        self._target = whole.micro_batch * whole.accum_steps * world_size
-        self._base = _tolerance(whole, split)
-        self._tolerance = max(self._base, _NOISES * _size(again.gradient - a.gradient, a.gradient))
+        self._a, self._b, self._again, self._world_size = a, b, again, world_size
+        self._parts = split.accum_steps / whole.accum_steps
+        self._base = max(whole.tolerance, split.tolerance)
+        self._tolerance = max(self._base, _NOISES * _off(again.gradient, a.gradient))
 
     def judge(self) -> tuple[float, str]:
         """Return the relative difference, and what is wrong; "" if nothing is."""
-        a, b = self._a.gradient, self._b.gradient
-        difference = _size(b - a, a)
-        off = self._modules_off()
+        difference, off = _off(self._b.gradient, self._a.gradient), self._modules_off()
         if difference <= self._tolerance and not off:
-            return difference, self._perhaps_clipped()
-        return difference, next(
-            text
-            for text in (
-                self._stepped_inside(),
-                self._uniform(),
-                self._changed_between(),
-                self._weighed(),
-                self._of_modules(off),
-                self._other_samples(),
-                f"gradients are off by {difference:.1%}",
-            )
-            if text
+            return difference, self._clipped_by_hand()
+        diagnoses: tuple[Callable[[], str], ...] = (
+            self._stepped_inside,
+            self._scaled,
+            self._changed_between,
+            self._mean_of_means,
+            partial(self._of_modules, off),
+            self._other_samples,
         )
+        return difference, next(filter(None, (one() for one in diagnoses)), f"gradients differ by {difference:.1%}")
 
-    # --- one diagnosis each; "" where it does not fit -----------------------------------------------------------------
-
-    def _perhaps_clipped(self) -> str:
-        """Equal gradients were perhaps made equal by a clip that was not seen."""
-        factors = [(x["factor"], y["factor"]) for x, y in zip(self._a.seen, self._b.seen, strict=False)]
-        for before, after in factors:
-            if before and after and abs(before - 1) > self._base and abs(after / before - 1) > self._tolerance:
-                return (
-                    "perhaps clipped: the loop scales gradients to equal norms after the last backward pass, where "
-                    f"they are {before / after:.3g} times as large{self._named(before / after)}"
-                )
+    def _clipped_by_hand(self) -> str:
+        """Gradients are perhaps equal because the loop gave them equal norms after the last backward pass."""
+        for before, after in zip(self._a.seen, self._b.seen, strict=False):
+            if before["factor"] and after["factor"] and abs(before["factor"] - 1) > self._base:
+                ratio = before["factor"] / after["factor"]
+                if abs(ratio - 1) > self._tolerance:
+                    return f"perhaps clipped to equal norms; before that, {self._times(ratio)}"
         return ""
 
     def _stepped_inside(self) -> str:
-        rows, passes = self._b.total("rows"), len(self._b.seen[0]["parts"])
-        if self._accum_steps > 1 and passes == 1 < self._parts and rows and rows < self._a.total("rows"):
-            return f"the optimizer steps inside the window: after {rows} of {self._a.total('rows')} samples"
+        rows, of = sum(self._b.all("rows")), sum(self._a.all("rows"))
+        if len(self._b.seen[0]["parts"]) <= 1 < self._parts and 0 < rows < of:
+            return f"the optimizer steps inside the window, after {rows} of {of} samples"
         return ""
 
-    def _uniform(self) -> str:
+    def _scaled(self) -> str:
         a, b = self._a.gradient, self._b.gradient
-        ratio = float((a * b).sum() / (a * a).sum()) if bool(a.any()) else 0.0
-        if ratio > 0 and _size(b - ratio * a, ratio * a) <= self._tolerance:
-            return f"every gradient is {ratio:.4g} times as large{self._named(ratio)}"
-        return ""
+        ratio = float((a * b).sum() / (a * a).sum()) if a.any() else 0.0
+        return self._times(ratio) if ratio > 0 and _off(b, ratio * a) <= self._tolerance * ratio else ""
 
-    def _named(self, ratio: float) -> str:
-        def is_near(value: float) -> bool:
-            return abs(ratio / value - 1) <= max(self._tolerance, 1e-3)
-
-        if is_near(self._parts):
-            return ": the loss is not divided by the accumulation steps"
-        if is_near(1 / self._parts):
-            return ": the loss is divided by the accumulation steps twice"
-        if self._world > 1 and (is_near(self._world) or is_near(1 / self._world)):
-            return f": the ratio is that of the world size ({self._world} ranks)"
-        return ""
+    def _times(self, ratio: float) -> str:
+        reasons = {
+            self._parts: ": the loss is not divided by the accumulation steps",
+            1 / self._parts: ": the loss is divided by the accumulation steps twice",
+            self._world_size: f": as many as there are ranks ({self._world_size})",
+            1 / self._world_size: f": one in as many as there are ranks ({self._world_size})",
+        }
+        near = max(self._tolerance, _NEAR)
+        reason = next((text for value, text in reasons.items() if value != 1 and abs(ratio / value - 1) < near), "")
+        return f"every gradient is {ratio:.4g} times as large{reason}"
 
     def _changed_between(self) -> str:
-        seen = self._b.seen
-        if any(one["cleared"] for one in seen):
-            return "gradients are cleared inside the window: only its last micro-batches count"
-        if any(one["clipped_between"] for one in seen):
-            return "gradients are clipped between micro-batches, not once before the step"
-        if any(one["changed_between"] for one in seen):
-            return "gradients are scaled between micro-batches"
+        for what, text in (
+            ("cleared", "gradients are cleared inside the window: only its last micro-batches count"),
+            ("clipped_between", "gradients are clipped between micro-batches, not once before the step"),
+            ("changed_between", "gradients are scaled between micro-batches"),
+        ):
+            if any(one[what] for one in self._b.seen):
+                return text
         return ""
 
-    def _weighed(self) -> str:
-        """Whether the whole gradient is a sum of what the micro-batches added, by other weights than 1."""
-        a, parts = self._a.gradient, self._b.parts
-        if parts is None or len(parts) < 2 or parts[0].shape != a.shape or parts[0].numel() < 2 * len(parts):  # noqa: PLR2004
+    def _mean_of_means(self) -> str:
+        """Solve for the weights by which the parts that micro-batches added would be the whole gradient."""
+        counts = {len(one["parts"]) for one in self._b.seen}
+        if len(counts) > 1 or max(counts) <= 1 or self._b.gradient.numel() < 2 * max(counts):
             return ""
-        columns = parts.flatten(1).T
-        weights = torch.linalg.lstsq(columns, a.reshape(-1, 1)).solution.flatten()
-        if not bool(weights.isfinite().all()) or _size(columns @ weights - a.flatten(), a) > self._tolerance:
+        parts = torch.cat([torch.tensor(one["parts"], dtype=torch.float64) for one in self._b.seen], dim=1)
+        weights = torch.linalg.lstsq(parts.flatten(1).T, self._a.gradient.reshape(-1, 1), driver="gelsd").solution
+        total = (parts * weights.reshape(-1, 1, 1)).sum(0)
+        share = weights.flatten() / weights.mean()
+        if _off(total, self._a.gradient) > self._tolerance or float((share - 1).abs().max()) < _NEAR:
             return ""
-        spread = f"{float(weights.min() / weights.mean()):.2f} to {float(weights.max() / weights.mean()):.2f} times"
-        for what, unit in (("tokens", "labels that are not ignored"), ("rows", "samples")):
-            counts = torch.tensor(self._b.seen[0][what], dtype=torch.float64)
-            if len(self._b.seen) == 1 and len(counts) == len(weights) and float(counts.sum()):
-                expected = counts / counts.mean()
-                if float((weights / weights.mean() - expected).abs().max()) <= max(10 * self._tolerance, 1e-2):
-                    return (
-                        f"a mean of means: micro-batches count alike, and should count {spread} as much, by their "
-                        f"{unit} ({', '.join(str(int(one)) for one in counts[:8])})"
-                    )
-        return f"a mean of means: micro-batches should count {spread} as much as they do, on average 1"
+        reason = ""
+        for what, unit in (("tokens", "labels"), ("rows", "samples")):
+            counted = torch.tensor(self._b.seen[0][what], dtype=torch.float64)
+            if len(counted) == len(share) and float((counted / counted.mean() - share).abs().max()) < 10 * _NEAR:
+                reason = f", by their {unit}"
+                break
+        return (
+            f"a mean of means: micro-batches count alike, and should count {share.min():.2f} to {share.max():.2f} "
+            f"times as much{reason}"
+        )
 
-    def _modules_off(self) -> dict[str, tuple[float, float]]:
-        """Return, of each module that differs, its share of the difference and how large its gradient is; worst first."""
-        a, b, noise = self._a.gradient, self._b.gradient, self._again.gradient - self._a.gradient
-        owners: dict[str, list[int]] = {}
-        for place, name in enumerate(self._a.names):
-            owners.setdefault(name.rpartition(".")[0] or name, []).append(place)
+    def _modules_off(self) -> dict[str, float]:
+        """Return how large the gradient of each module is that differs, relative to the whole batch's; worst first."""
         off = {}
-        for owner, places in owners.items():
-            difference, norm = float((b - a)[places].norm()), float(a[places].norm())
-            most = self._base * (_OF_MODULE * norm + _OF_WHOLE * float(a.norm())) + 10 * float(noise[places].norm())
-            if difference > most:
-                off[owner] = (difference, float(b[places].norm()) / norm if norm else math.inf)
-        return dict(sorted(off.items(), key=lambda item: -item[1][0]))
+        for owner in dict.fromkeys(self._a.owners):
+            places = [place for place, name in enumerate(self._a.owners) if name == owner]
+            a, b, again = (one.gradient[places] for one in (self._a, self._b, self._again))
+            rounding = self._base * float(_OF_MODULE * a.norm() + _OF_WHOLE * self._a.gradient.norm())
+            difference, size = float((b - a).norm()), float(a.norm())
+            if difference > rounding + _OF_MODULE * float((again - a).norm()):
+                off[owner] = (difference, float(b.norm()) / size if size else math.inf)
+        return {owner: ratio for owner, (_, ratio) in sorted(off.items(), key=lambda one: -one[1][0])}
 
-    def _of_modules(self, off: dict[str, tuple[float, float]]) -> str:
-        owners = {name.rpartition(".")[0] or name for name in self._a.names}
-        lacking = {name.rpartition(".")[0] or name for name in self._b.missing - self._a.missing}
-        floor = self._base * float(self._a.gradient.norm())
-        right = [one for one in owners - set(off) if self._norm_of(one) > floor]
-        if not off or not right:
+    def _of_modules(self, off: dict[str, float]) -> str:
+        right = [place for place, owner in enumerate(self._a.owners) if owner not in off]
+        if not off or self._a.gradient[right].norm() <= self._base * self._a.gradient.norm():
             return ""
-        told = []
-        for owner, (_, ratio) in off.items():
-            told.append(f"{owner} (no gradient)" if owner in lacking else f"{owner} ({ratio:.3g} times as large)")
-        return f"only some modules are off: {listed(told)}; the other {len(owners) - len(off)} are right"
-
-    def _norm_of(self, owner: str) -> float:
-        places = [n for n, name in enumerate(self._a.names) if (name.rpartition(".")[0] or name) == owner]
-        return float(self._a.gradient[places].norm())
+        lacking = self._b.lacking - self._a.lacking
+        ratios = [f"{one} ({'no gradient' if one in lacking else f'{off[one]:.3g} times as large'})" for one in off]
+        return f"only some modules are off: {listed(ratios)}"
 
     def _other_samples(self) -> str:
-        if self._samples(self._a) != self._samples(self._b):
-            return (
-                "the splits saw other samples, so nothing can be said of the accumulation: the loader, or the noise "
-                "that the loop adds, depends on the batch size; shuffle with a fixed seed, or not at all"
-            )
-        return ""
-
-    @staticmethod
-    def _samples(step: _Step) -> list[str]:
-        return sorted(one for rank in step.seen for one in rank["samples"])
+        if sorted(self._a.all("samples")) == sorted(self._b.all("samples")):
+            return ""
+        return (
+            "the splits saw other samples, or noise, so nothing can be said of the accumulation; shuffle with a fixed "
+            "seed, whatever the batch size, or not at all"
+        )

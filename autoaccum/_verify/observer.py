@@ -45,7 +45,7 @@ class _Seen:
     """What was seen of an optimizer: its steps, and the window that leads to the next."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = weakref.ref(optimizer)
+        self.optimizer, self.name = weakref.ref(optimizer), type(optimizer).__name__
         self.steps: list[dict[str, Any]] = []
         self.begin()
 
@@ -98,7 +98,9 @@ class Observer:
         keep = self._undo.callback
         keep(register_optimizer_step_pre_hook(self._before_step).remove)
         keep(all_modules.register_module_forward_pre_hook(self._before_forward).remove)
-        keep(all_modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True).remove)
+        after = all_modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+        keep(all_modules._global_forward_hooks_with_kwargs.pop, after.id)  # torch forgets it
+        keep(after.remove)
         self._replace(Optimizer, "__init__", self._optimizer_made)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.amp.grad_scaler.GradScaler, "unscale_", self._unscale)
@@ -287,11 +289,8 @@ class Observer:
         """Return what was seen, for JSON."""
         if torch.cuda.is_initialized() and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
             self._types.add("tf32")
-        names = [type(one.optimizer()).__name__ for one in self.optimizers]
         return {
-            "optimizers": [
-                {"name": name, "steps": one.steps} for name, one in zip(names, self.optimizers, strict=True)
-            ],
+            "optimizers": [{"name": one.name, "steps": one.steps} for one in self.optimizers],
             "types": sorted(self._types),
             "batchnorm": sorted(self._kinds),
             "backwards": self._backwards,
