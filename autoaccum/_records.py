@@ -440,6 +440,10 @@ class Verification:
         whole = f"{self.compared_with[0]} x {self.compared_with[1]}"
         lines = [f"{whole}: compared with itself, differs by {self.noise:.1e}"]
         for one in self.splits:
-            said = f"right (differs by {one.difference:.1e})" if one.is_right else f"WRONG: {one.diagnosis}"
+            said = (
+                f"right (differs by {one.difference:.1e})"
+                if one.is_right
+                else f"WRONG by {one.difference:.0%}: {one.diagnosis}"
+            )
             lines.append(f"{one.micro_batch} x {one.accum_steps}: {said}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

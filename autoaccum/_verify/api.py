@@ -70,6 +70,8 @@ def verify(
 
     def observe(sizes: Sizes, again: bool) -> Ranks:
         def finish() -> None:
+            for parameter in itertools.chain.from_iterable(one.parameters() for one in observer.optimizers):
+                parameter.grad = None  # else the next call would add to it
             raise _Seen
 
         random.put_back(before)
@@ -77,8 +79,6 @@ def verify(
             with contextlib.suppress(_Seen):
                 train(sizes.micro_batch, sizes.accum_steps)
             seen = observer.seen()
-            for parameter in itertools.chain.from_iterable(one.parameters() for one in observer.optimizers):
-                parameter.grad = None
         made = max((len(one["steps"]) for one in seen["optimizers"]), default=0)
         if made < steps:
             raise InvalidInputError(

@@ -204,7 +204,7 @@ class _Comparison:
         if _off(total, self._a.gradient) > self._tolerance or float((share - 1).abs().max()) < _NEAR:
             return ""
         reason = ""
-        for what, unit in (("tokens", "labels"), ("rows", "samples")):
+        for what, unit in (("labels", "labels"), ("rows", "samples")):
             counted = torch.tensor(self._b.seen[0][what], dtype=torch.float64)
             if len(counted) == len(share) and float((counted / counted.mean() - share).abs().max()) < 10 * _NEAR:
                 reason = f", by their {unit}"

@@ -1,8 +1,8 @@
 """Watches a training in its process: the gradients that its first optimizer steps see, and how they came about.
 
-Loaded by its path into processes that may lack autoaccum, so it needs the standard library and torch alone. Of gradients
-it keeps random projections, read before they are clipped. Dropout is off, BatchNorm uses its running statistics, and
-forward passes draw random numbers of their own, so that those of the loader do not depend on how many there are.
+Loaded by its path into processes that may lack autoaccum: it needs the standard library and torch alone. Of gradients
+it keeps random projections, from before they are clipped. Dropout is off, BatchNorm uses its running statistics, and
+forward passes draw random numbers of their own, so that the loader's do not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import random
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules import module as all_modules
+from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # The mean of the squared projections on random signs is the squared norm.
-PROJECTIONS = 8
-_BLOCK, _CHUNK = 4096, 4096 * 1024
+PROJECTIONS, _BLOCK, _CHUNK = 8, 4096, 4096 * 1024
 # A rank that has written waits this long for the others, whose last collectives may need it.
 _WAIT_S = 30.0
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -38,7 +38,6 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 _DROPS = {"RNN": "dropout", "LSTM": "dropout", "GRU": "dropout", "DropPath": "drop_prob", "StochasticDepth": "p"}
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _IGNORED_LABEL = -100
-_FLAGS = ("clipped_between", "changed_between", "cleared")
 
 
 class _Seen:
@@ -52,24 +51,24 @@ class _Seen:
     def begin(self) -> None:
         self.unclipped: dict[int, torch.Tensor] = {}  # by the clip since the last backward pass
         self.known: torch.Tensor | None = None  # after the last backward pass, unscaling or clip that was seen
-        lists: dict[str, Any] = {name: [] for name in ("parts", "rows", "tokens", "samples")}
-        self.window = lists | dict.fromkeys(_FLAGS, False)
+        lists: dict[str, Any] = {name: [] for name in ("parts", "rows", "labels", "samples")}
+        self.window = lists | dict.fromkeys(("clipped_between", "changed_between", "cleared"), False)
 
     def parameters(self) -> list[torch.Tensor]:
-        optimizer = self.optimizer()
-        return [] if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
+        groups = getattr(self.optimizer(), "param_groups", [])
+        return [parameter for group in groups for parameter in group["params"]]
 
     def sketch(self) -> torch.Tensor:
         """Return the projections of all gradients: (parameters, projections)."""
-        return torch.stack([torch.zeros(0, PROJECTIONS).double().sum(0), *map(_sketch, self.parameters())])[1:]
+        return torch.stack([_sketch(one) for one in self.parameters()] or [torch.zeros(PROJECTIONS).double()])
 
     def note_changes(self, now: torch.Tensor) -> None:
         """Note what the loop has done to the gradients since the last backward pass of the window."""
         self.window["clipped_between"] |= bool(self.unclipped)
         self.unclipped = {}
         ratio = _ratio(now, self.known) if self.window["parts"] else None
-        self.window["cleared"] |= ratio == 0
-        self.window["changed_between"] |= bool(ratio) and abs(ratio - 1) > 1e-6  # type: ignore[operator]  # noqa: PLR2004
+        if ratio is not None:
+            self.window["cleared" if ratio == 0 else "changed_between"] |= abs(ratio - 1) > 1e-6  # noqa: PLR2004
 
 
 class Observer:
@@ -83,30 +82,28 @@ class Observer:
         finish: Called before the last of the steps is made; it must not return.
     """
 
-    def __init__(self, *, steps: int, keep_dropout: bool, again: bool, finish: Callable[[], Any]) -> None:
+    def __init__(self, steps: int, keep_dropout: bool, again: bool, finish: Callable[[], Any]) -> None:
         self._most, self._keep_dropout, self._seed, self._finish = steps, keep_dropout, int(again), finish
         self._undo = contextlib.ExitStack()
         self.optimizers: list[_Seen] = []
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
-        self._depth = self._tokens = self._backwards = 0
-        self._is_busy = False  # in a backward pass, or a clip
-        self._random: tuple[Any, ...] = ()
-        self._kinds: set[str] = set()  # of BatchNorm in training mode
+        self._depth = self._labels = self._backwards = 0
+        self._is_busy = False  # in a backward pass
+        self._random: Any = None  # the state outside of forward passes
+        self._batchnorm: set[str] = set()  # kinds in training mode
         self._types: set[str] = set()  # of outputs and gradients
 
-    def __enter__(self) -> Self:
-        keep = self._undo.callback
-        keep(register_optimizer_step_pre_hook(self._before_step).remove)
-        keep(all_modules.register_module_forward_pre_hook(self._before_forward).remove)
-        after = all_modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
-        keep(all_modules._global_forward_hooks_with_kwargs.pop, after.id)  # torch forgets it
-        keep(after.remove)
+    def __enter__(self) -> Observer:  # noqa: PYI034 - Self came with Python 3.11
+        undo = self._undo.callback
+        undo(register_optimizer_step_pre_hook(self._before_step).remove)
+        undo(modules.register_module_forward_pre_hook(self._before_forward).remove)
+        after = modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+        undo(modules._global_forward_hooks_with_kwargs.pop, after.id)  # torch forgets it
+        undo(after.remove)
         self._replace(Optimizer, "__init__", self._optimizer_made)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.amp.grad_scaler.GradScaler, "unscale_", self._unscale)
         self._replace(functional, "batch_norm", _batch_norm)
-        for name in ("cross_entropy", "nll_loss"):
-            self._replace(functional, name, self._loss)
         for name in _CLIPS:
             self._wrap_clip(getattr(nn.utils.clip_grad, name, None))
         if not self._keep_dropout:
@@ -126,8 +123,6 @@ class Observer:
         """Replace a function by one that receives it as its first argument."""
         original = getattr(owner, name)
         self._set(owner, name, lambda *args, **named: by(original, *args, **named))
-
-    # --- forward passes -----------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -150,18 +145,20 @@ class Observer:
         if isinstance(output, torch.Tensor):
             self._types.add(str(output.dtype))
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            self._kinds.add(type(module).__name__)
+            self._batchnorm.add(type(module).__name__)
         if self._depth or not self._random:
             return
-        torch.set_rng_state(self._random[0])
-        if self._random[1]:
-            torch.cuda.set_rng_state_all(self._random[1])
-        self._random = ()
+        (state, on_gpus), self._random = self._random, None
+        torch.set_rng_state(state)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
         tensors = list(_tensors((args, named)))
-        if output is None or any(one.requires_grad for one in tensors):  # it failed; or it is a loss, or a later part
-            return
-        self._roots[id(module)] = weakref.ref(module)
-        tensors = [one for one in tensors if one.dim()]
+        if output is not None and not any(one.requires_grad for one in tensors):  # else a loss, or a later part
+            self._roots[id(module)] = weakref.ref(module)
+            with contextlib.suppress(Exception):  # of inputs of unknown kinds
+                self._note_samples([one for one in tensors if one.dim()])
+
+    def _note_samples(self, tensors: list[torch.Tensor]) -> None:
         if tensors:
             kind = tensors[0].device.type
             self._types |= {str(torch.get_autocast_dtype(kind))} if torch.is_autocast_enabled(kind) else set()
@@ -169,16 +166,8 @@ class Observer:
             for seen in self.optimizers:
                 seen.window["rows"].append(len(numbers))
                 seen.window["samples"] += numbers
-            labels = [one for one in tensors if not one.is_floating_point() and bool((one == _IGNORED_LABEL).any())]
-            # Negative until a loss of torch counts its targets, which shifts may have moved out.
-            self._tokens = self._tokens or -sum(int((one != _IGNORED_LABEL).sum()) for one in labels)
-
-    def _loss(self, original: Any, x: Any, target: torch.Tensor, *args: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and not target.is_floating_point() and not torch.compiler.is_compiling():
-            self._tokens = max(self._tokens, 0) + int((target != named.get("ignore_index", _IGNORED_LABEL)).sum())
-        return original(x, target, *args, **named)
-
-    # --- gradients ----------------------------------------------------------------------------------------------------
+            labels = [one for one in tensors if not one.is_floating_point() and (one == _IGNORED_LABEL).any()]
+            self._labels += sum(int((one != _IGNORED_LABEL).sum()) for one in labels)
 
     def _optimizer_made(self, original: Any, optimizer: Optimizer, *args: Any, **named: Any) -> None:
         original(optimizer, *args, **named)
@@ -196,25 +185,20 @@ class Observer:
         before = [(seen, seen.sketch()) for seen in self.optimizers]
         for seen, sketch in before:
             seen.note_changes(sketch)
-        with self._busy():
+        self._is_busy = True
+        try:
             result = original(*args, **named)
+        finally:
+            self._is_busy = False
         self._backwards += 1
         for seen, sketch in before:
             now = seen.sketch()
             if now.shape == sketch.shape and bool((now != sketch).any()):
                 seen.known = now
                 seen.window["parts"].append((now - sketch).tolist())
-                seen.window["tokens"].append(abs(self._tokens))
-        self._tokens = 0
+                seen.window["labels"].append(self._labels)
+        self._labels = 0
         return result
-
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        self._is_busy = True
-        try:
-            yield
-        finally:
-            self._is_busy = False
 
     def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> None:
         original(scaler, optimizer)
@@ -222,42 +206,34 @@ class Observer:
 
     def _wrap_clip(self, function: Any) -> None:
         """Wrap a function of torch for all who have imported it, in the cell where its decorator holds it."""
-        cell = next((one for one in getattr(function, "__closure__", None) or () if callable(one.cell_contents)), None)
-        if cell is None:
-            return
-        clip = cell.cell_contents
+        for cell in getattr(function, "__closure__", None) or ():
+            if callable(cell.cell_contents):
+                self._replace(cell, "cell_contents", self._clip)
 
-        def clipped(parameters: Any, *args: Any, **named: Any) -> Any:
-            if self._is_busy:
-                return clip(parameters, *args, **named)
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            ids = {id(one) for one in parameters}
-            concerned = [seen for seen in self.optimizers if ids & set(map(id, seen.parameters()))]
-            for seen in concerned:
-                for one in seen.parameters():
-                    if id(one) in ids and id(one) not in seen.unclipped:
-                        seen.unclipped[id(one)] = _sketch(one)
-            with self._busy():
-                result = clip(parameters, *args, **named)
-            for seen in concerned:
-                seen.known = seen.sketch()
-            return result
-
-        self._set(cell, "cell_contents", clipped)
+    def _clip(self, clip: Callable[..., Any], parameters: Any, *args: Any, **named: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = {id(one) for one in parameters}
+        concerned = [(seen, one) for seen in self.optimizers for one in seen.parameters() if id(one) in ids]
+        for seen, one in concerned:
+            seen.unclipped.setdefault(id(one), _sketch(one))
+        result = clip(parameters, *args, **named)
+        for seen in {id(seen): seen for seen, _ in concerned}.values():
+            seen.known = seen.sketch()
+        return result
 
     def _before_step(self, optimizer: Optimizer, args: Any, named: Any) -> Any:
         closure = named.get("closure") or (args[1] if len(args) > 1 else None)
         if not callable(closure):
             return self._note_step(optimizer)
-        calls = []
+        results = []
 
         def noted() -> Any:  # the gradient is there once the closure has run
-            calls.append(closure())
-            if len(calls) == 1:
+            results.append(closure())
+            if len(results) == 1:
                 self._note_step(optimizer)
-            return calls[-1]
+            return results[-1]
 
-        return (args[0],), {**named, "closure": noted}
+        return args[:1], {**named, "closure": noted}
 
     def _note_step(self, optimizer: Optimizer) -> None:
         seen = self._of(optimizer)
@@ -266,8 +242,8 @@ class Observer:
         now, scale = seen.sketch(), getattr(optimizer, "grad_scale", None)  # of a fused step, which unscales
         gradients = []
         for one, row in zip(seen.parameters(), now, strict=True):
-            row = seen.unclipped.get(id(one), row) / (1.0 if scale is None else float(scale))  # noqa: PLW2901
-            gradients.append([self._name(one), None if one.grad is None else row.tolist()])
+            unclipped = seen.unclipped.get(id(one), row) / (1.0 if scale is None else float(scale))
+            gradients.append([self._name(one), None if one.grad is None else unclipped.tolist()])
             self._types |= set() if one.grad is None else {str(one.grad.dtype)}
         seen.steps.append({**seen.window, "gradients": gradients, "factor": _ratio(now, seen.known)})
         seen.begin()
@@ -278,23 +254,19 @@ class Observer:
             _add_rounding(seen.parameters())
 
     def _name(self, parameter: torch.Tensor) -> str:
-        for module in filter(None, (root() for root in self._roots.values())):
-            for name, one in module.named_parameters():
+        for root in filter(None, (root() for root in self._roots.values())):
+            for name, one in root.named_parameters():
                 if one is parameter:
-                    inner = (part for part in name.split(".") if part not in {"module", "_orig_mod"})
-                    return ".".join(inner)
+                    return ".".join(part for part in name.split(".") if part not in {"module", "_orig_mod"})
         return "a parameter of no known module"
 
     def seen(self) -> dict[str, Any]:
         """Return what was seen, for JSON."""
         if torch.cuda.is_initialized() and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
             self._types.add("tf32")
-        return {
-            "optimizers": [{"name": one.name, "steps": one.steps} for one in self.optimizers],
-            "types": sorted(self._types),
-            "batchnorm": sorted(self._kinds),
-            "backwards": self._backwards,
-        }
+        optimizers = [{"name": one.name, "steps": one.steps} for one in self.optimizers]
+        kinds = {"types": sorted(self._types), "batchnorm": sorted(self._batchnorm)}
+        return {"optimizers": optimizers, "backwards": self._backwards, **kinds}
 
 
 def observe_process(settings: str) -> None:
@@ -306,8 +278,7 @@ def observe_process(settings: str) -> None:
     given = json.loads(settings)
     folder, process = Path(given.pop("folder")), os.getpid()
     random.seed(0)
-    if given.pop("deterministic"):
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(given.pop("deterministic"), warn_only=True)
 
     def write() -> int:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -330,25 +301,24 @@ def observe_process(settings: str) -> None:
                 stream.flush()
         os._exit(0)  # a SystemExit may be caught
 
-    observer = Observer(finish=finish, **given).__enter__()  # noqa: PLC2801 - to the end of the process
+    observer = Observer(finish=finish, **given).__enter__()
     atexit.register(write)
 
 
 def _sketch(parameter: torch.Tensor) -> torch.Tensor:
     """Return the projections of this rank's part of a gradient; zeros where there is none."""
     total = torch.zeros(PROJECTIONS, dtype=torch.float64, device="cpu")
-    gradient = parameter.grad
-    if gradient is not None:
-        gradient = gradient.detach()
-        gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # of fully_shard
-        gradient = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
-        for number, start in enumerate(range(0, len(flat), _CHUNK)):
-            part = flat[start : start + _CHUNK]
-            part = (part.cpu() if part.device.type == "mps" else part).double()
-            blocks = torch.cat([part, part.new_zeros(-len(part) % _BLOCK)]).view(-1, _BLOCK)
-            signs = _signs(number + 1, len(blocks)).to(part.device)
-            total += ((blocks @ _signs(0, _BLOCK).to(part.device)) * signs).sum(0).cpu()
+    if parameter.grad is None:
+        return total
+    gradient = parameter.grad.detach()
+    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # of fully_shard
+    gradient = gradient if gradient.layout == torch.strided else gradient.to_dense()
+    flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
+    for number, part in enumerate(flat.split(_CHUNK)):
+        part = (part.cpu() if part.device.type == "mps" else part).double()  # noqa: PLW2901
+        blocks = torch.cat([part, part.new_zeros(-len(part) % _BLOCK)]).view(-1, _BLOCK)
+        signs = _signs(number + 1, len(blocks)).to(part.device)
+        total += ((blocks @ _signs(0, _BLOCK).to(part.device)) * signs).sum(0).cpu()
     return total
 
 
@@ -359,9 +329,8 @@ def _signs(seed: int, rows: int) -> torch.Tensor:
 
 def _ratio(now: torch.Tensor, known: torch.Tensor | None) -> float | None:
     """Return how large gradients are, of what they were; None if that is unknown or was 0."""
-    if known is None or known.shape != now.shape or not bool(known.any()):
-        return None
-    return float(now.norm() / known.norm())
+    is_known = known is not None and known.shape == now.shape and bool(known.any())
+    return float(now.norm() / known.norm()) if is_known else None  # type: ignore[union-attr]
 
 
 def _add_rounding(parameters: list[torch.Tensor]) -> None:
@@ -378,17 +347,15 @@ def _batch_norm(original: Any, x: Any, mean: Any, var: Any, *args: Any, **named:
 
 
 def _attention(original: Any, *args: Any, **named: Any) -> Any:
-    """Call scaled_dot_product_attention without dropout, its fifth argument."""
-    return (
-        original(*args[:4], 0.0, *args[5:], **named) if len(args) > 4 else original(*args, **named | {"dropout_p": 0.0})
-    )  # noqa: PLR2004, E501
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return original(**dict(zip(names, args, strict=False)) | named | {"dropout_p": 0.0})
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, tuple | list) or hasattr(value, "values"):
-        for one in value.values() if hasattr(value, "values") else value:
+    elif isinstance(value, tuple | list | Mapping):
+        for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(one)
 
 
