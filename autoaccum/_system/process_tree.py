@@ -1,4 +1,4 @@
-"""Ends whatever was started within a block: also what left its session, or whose parent has ended. Linux only."""
+"""Runs a command and ends all that it has started, also what left its session or lost its parent. Linux only."""
 
 from __future__ import annotations
 
@@ -6,25 +6,74 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-_POLL_S = 0.01
+_POLL_S = 0.05
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
 
-@contextlib.contextmanager
-def ended_with_block() -> Iterator[None]:
-    """Kill what was started within, and wait for its end; SIGTERM and SIGHUP leave the block by SystemExit.
+def run(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    timeout_s: float,
+    is_done: Callable[[], bool],
+    grace_s: float,
+) -> int | None:
+    """Run a command without stdin until it ends, or `grace_s` seconds after it is done; then kill all of it.
 
-    From the main thread alone, while nothing else starts processes.
+    SIGTERM and SIGHUP to this process kill the command, too. From the main thread alone, while nothing else starts
+    processes.
+
+    Args:
+        arguments: The command.
+        environment: Its variables.
+        folder: Where its output goes, to files `out` and `err`.
+        timeout_s: Seconds until it must be done.
+        is_done: Whether nothing of it is needed any more.
+        grace_s: Seconds in which it may then end by itself.
+
+    Returns:
+        Its exit code, 128 + N if signal N ended it, 127 if it cannot be started; None if the time was up.
     """
+    with _ending_all(), (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        end, is_in_time = time.monotonic() + timeout_s, False
+        try:
+            process = subprocess.Popen(  # noqa: S603 - the user's own command
+                list(arguments),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                preexec_fn=lambda: _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL),  # noqa: PLW1509 - one thread
+            )
+        except OSError as error:
+            err.write(f"{arguments[0]} cannot be started ({error.strerror or error})".encode())
+            return 127
+        is_late = False
+        while process.poll() is None and not is_late:
+            if not is_in_time and is_done():
+                end, is_in_time = time.monotonic() + grace_s, True
+            is_late = time.monotonic() > end
+            time.sleep(_POLL_S)
+        code = process.returncode
+    process.wait()
+    if code is None:
+        return 0 if is_in_time else None
+    return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _ending_all() -> Iterator[None]:
     others = _descendants()
     _LIBC.prctl(_SUBREAPER, 1)  # orphans become children of this process
     former = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -37,15 +86,10 @@ def ended_with_block() -> Iterator[None]:
                     os.kill(process, signal.SIGKILL)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process, os.WNOHANG)
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S / 10)
         _LIBC.prctl(_SUBREAPER, 0)
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent has ended; for `preexec_fn`."""
-    _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _leave(number: int, _frame: object) -> None:

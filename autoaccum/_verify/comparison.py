@@ -172,15 +172,16 @@ class _Comparison:
         return self._times(ratio) if ratio > 0 and _off(b, ratio * a) <= self._tolerance * ratio else ""
 
     def _times(self, ratio: float) -> str:
+        parts, ranks = self._parts, self._world_size
         reasons = {
-            self._parts: ": the loss is not divided by the accumulation steps",
-            1 / self._parts: ": the loss is divided by the accumulation steps twice",
-            self._world_size: f": as many as there are ranks ({self._world_size})",
-            1 / self._world_size: f": one in as many as there are ranks ({self._world_size})",
+            "the loss is not divided by the accumulation steps": parts,
+            "the loss is divided by the accumulation steps twice": 1 / parts,
+            f"as many as there are ranks ({ranks})": ranks,
+            f"one in as many as there are ranks ({ranks})": 1 / ranks,
         }
         near = max(self._tolerance, _NEAR)
-        reason = next((text for value, text in reasons.items() if value != 1 and abs(ratio / value - 1) < near), "")
-        return f"every gradient is {ratio:.4g} times as large{reason}"
+        fitting = [text for text, value in reasons.items() if value != 1 and abs(ratio / value - 1) < near]
+        return f"every gradient is {ratio:.4g} times as large{': ' if fitting else ''}{', or '.join(fitting)}"
 
     def _changed_between(self) -> str:
         for what, text in (
