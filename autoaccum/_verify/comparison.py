@@ -67,8 +67,8 @@ class Run:
             bad = [owner for owner, row in zip(step.owners, step.gradient, strict=True) if not row.isfinite().all()]
             if bad:
                 raise InvalidInputError(
-                    f"gradients are NaN or infinite ({self.name}, step {number + 1}, {listed(list(dict.fromkeys(bad)))}); "
-                    "mend that first"
+                    f"gradients are NaN or infinite ({self.name}, step {number + 1}, "
+                    f"{listed(list(dict.fromkeys(bad)))}); mend that first"
                 )
 
     def pairs(self, other: Run, place: int) -> Iterator[tuple[_Step, _Step]]:
@@ -101,8 +101,8 @@ def compare(
         notes.append(f"two equal runs differ by {noise:.1e}, for randomness in the model; that counts as noise")
     if whole.batchnorm:
         notes.append(
-            f"{listed(whole.batchnorm)} in training mode depends on the micro-batch, however gradients are accumulated; "
-            "it was compared with its running statistics"
+            f"{listed(whole.batchnorm)} in training mode depends on the micro-batch, whatever the accumulation; it was "
+            "compared with its running statistics"
         )
     checks = [SplitCheck(run.micro_batch, run.accum_steps, True, 0.0) for run in splits]
     for number, run in enumerate(splits):

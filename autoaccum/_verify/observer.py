@@ -128,11 +128,11 @@ class Observer:
         if torch.compiler.is_compiling():
             return
         drop = _DROPS.get(type(module).__name__)
-        if drop and not self._keep_dropout and getattr(module, drop, 0):
+        if drop and not self._keep_dropout and getattr(module, drop, None):
             self._set(module, drop, 0.0)
         self._depth += 1
         if self._depth == 1 and not self._is_busy and torch.is_grad_enabled():
-            on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+            on_gpus = torch.cuda.get_rng_state_all() if _uses_cuda() else []
             self._random = (torch.get_rng_state(), on_gpus)
             torch.default_generator.manual_seed(self._seed)
             if on_gpus:
@@ -262,7 +262,7 @@ class Observer:
 
     def seen(self) -> dict[str, Any]:
         """Return what was seen, for JSON."""
-        if torch.cuda.is_initialized() and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
+        if _uses_cuda() and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
             self._types.add("tf32")
         optimizers = [{"name": one.name, "steps": one.steps} for one in self.optimizers]
         kinds = {"types": sorted(self._types), "batchnorm": sorted(self._batchnorm)}
@@ -303,6 +303,10 @@ def observe_process(settings: str) -> None:
 
     observer = Observer(finish=finish, **given).__enter__()
     atexit.register(write)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _sketch(parameter: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,6 @@ def _reason(code: int | None, tail: str, idle: list[dict[str, Any]], timeout_s: 
     if not backwards:
         return "ended without an optimizer step"
     return (
-        f"made {backwards} backward passes and no step of a torch.optim.Optimizer; optimizers that torch does not know, "
-        "such as DeepSpeed's and Megatron's own, cannot be seen"
+        f"made {backwards} backward passes and no step of a torch.optim.Optimizer; optimizers that torch does not "
+        "know, such as DeepSpeed's and Megatron's own, cannot be seen"
     )

@@ -118,7 +118,7 @@ def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
         ("two_losses", "job", {}, None),
         ("half_precision", "job", {}, None),
         ("digits", "job", {}, None),
-        ("resnet101", "job", {"images": 4, "side": 32, "target_batch": 4}, 4),
+        pytest.param("resnet101", "job", {"images": 4, "side": 32, "target_batch": 4}, 4, marks=pytest.mark.slow),
     ],
 )
 def test_example_is_right_however_its_batch_is_split(name, function, sizes, target):

@@ -7,11 +7,12 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - every Python of the command starts with it
 
 
-def _load(spec):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _load(spec: Any) -> Any:
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -20,15 +21,15 @@ def _load(spec):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
 class _AfterTorch:
     """A finder that starts the observer at the end of the import of torch."""
 
-    def find_spec(self, name, _path=None, _target=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_observe(module):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+            def execute_and_observe(module: Any) -> None:
                 execute(module)
                 file = os.path.join(os.path.dirname(_HERE), "observer.py")  # noqa: PTH118, PTH120
                 observer = _load(importlib.util.spec_from_file_location("_autoaccum_observer", file))
@@ -40,7 +41,7 @@ class _AfterTorch:
 
 sys.path[:] = [place for place in sys.path if os.path.abspath(place) != _HERE]  # noqa: PTH100
 if "_AUTOACCUM_VERIFY" in os.environ:
-    sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _AfterTorch())
 _next = importlib.machinery.PathFinder.find_spec("sitecustomize")
 if _next is not None:
     _load(_next)

@@ -1,0 +1,77 @@
+"""Verifies trainers in releases before and after a fix of how they accumulate, each in an environment of its own.
+
+python scripts/verify_releases             # all, and the table of docs/clusters.md; each environment has 5 GB
+python scripts/verify_releases NAME ...    # some, printed
+
+Environments are in .venv-releases/; uv makes them, and links what it has in its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from releases import RELEASES, Release
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "clusters.md"
+BEGIN, END = "<!-- releases: begin -->\n", "<!-- releases: end -->\n"
+TARGET_BATCH = 8
+
+
+def environment(release: Release) -> Path:
+    """Make the environment of a release, or raise CalledProcessError; return its Python."""
+    folder = ROOT / ".venv-releases" / release.name
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, folder], check=True, capture_output=True)  # noqa: S607, S603
+    install = ["uv", "pip", "install", "--quiet", "--python", python, *release.packages]
+    subprocess.run(install, check=True, capture_output=True, text=True)  # noqa: S603
+    return python
+
+
+def verified(release: Release, python: Path) -> dict:
+    """Return what `autoaccum verify` says of a release."""
+    script = Path(__file__).parent / release.script[0]
+    command = [python, script, *release.script[1:], "{micro_batch}", "{accum_steps}"]
+    verify = [sys.executable, "-m", "autoaccum", "verify", "--json", "--target-batch", str(TARGET_BATCH), "--"]
+    done = subprocess.run([*verify, *command], stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
+    if done.returncode not in (0, 8):
+        raise SystemExit(f"{release.name}: autoaccum verify ended with exit code {done.returncode}")
+    return json.loads(done.stdout)
+
+
+def described(found: dict) -> str:
+    """Return a cell of the table."""
+    off = [split["difference"] for split in found["splits"]]
+    return "right" if found["is_right"] else f"off by {min(off):.0%} to {max(off):.0%}"
+
+
+def table(cells: dict[str, str]) -> str:
+    """Return the table, a row for each script."""
+    rows = ["| | before | after |", "|---|---|---|"]
+    for title in dict.fromkeys(release.title for release in RELEASES):
+        own = [release for release in RELEASES if release.title == title]
+        told = [f"{release.version}: {cells[release.name]}" for release in own]
+        rows.append(f"| {title} | {told[0]} | {'; '.join(told[1:])} |")
+    return "\n".join(rows) + "\n"
+
+
+def main(names: list[str]) -> None:
+    """Verify the named releases, or all and write the table."""
+    chosen = [release for release in RELEASES if not names or release.name in names]
+    cells = {}
+    for release in chosen:
+        cells[release.name] = described(verified(release, environment(release)))
+        print(f"{release.name}: {cells[release.name]}", flush=True)
+    if not names:
+        text = PAGE.read_text(encoding="utf-8")
+        text = re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + table(cells) + END, text, flags=re.DOTALL)
+        PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
