@@ -191,6 +191,28 @@ def one_module_without_gradient(micro_batch, accum_steps, mended):
     loop(micro_batch, accum_steps, accum_steps, model=model, loss_of=loss_of, after=after)
 
 
+@fault("only some modules are off: head (2 times as large)")
+def one_loss_of_two_not_divided(micro_batch, accum_steps, mended):
+    torch.manual_seed(0)
+    model, head = network(), nn.ModuleDict({"head": nn.Linear(WIDTH, 3)})
+    head.forward = head["head"].forward
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    for number, (x, y) in enumerate(micro_batches(micro_batch), 1):
+        (F.cross_entropy(model(x), y) / accum_steps).backward()
+        (head(x).square().mean() / (accum_steps if mended else 1)).backward()
+        if number % accum_steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@fault("perhaps the loss compares samples with each other")
+def compares_samples(micro_batch, accum_steps, mended):
+    def loss_of(outputs, y):
+        return outputs.square().mean() if mended else F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+    loop(micro_batch, accum_steps, accum_steps, loss_of=loss_of)
+
+
 @fault("the splits saw other samples")
 def draws_by_batch_size(micro_batch, accum_steps, mended):
     order = torch.randperm(64, generator=torch.Generator().manual_seed(5 if mended else micro_batch))

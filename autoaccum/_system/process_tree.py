@@ -20,7 +20,7 @@ _SUBREAPER, _DEATH_SIGNAL = 36, 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
 
-def run(
+def run_and_end_all(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     folder: Path,

@@ -144,12 +144,13 @@ class _Comparison:
         diagnoses: tuple[Callable[[], str], ...] = (
             self._stepped_inside,
             self._scaled,
+            partial(self._of_modules, off),
             self._changed_between,
             self._mean_of_means,
-            partial(self._of_modules, off),
             self._other_samples,
         )
-        return difference, next(filter(None, (one() for one in diagnoses)), f"gradients differ by {difference:.1%}")
+        unknown = "gradients of the same samples differ; perhaps the loss compares samples with each other"
+        return difference, next(filter(None, (one() for one in diagnoses)), unknown)
 
     def _clipped_by_hand(self) -> str:
         """Gradients are perhaps equal because the loop gave them equal norms after the last backward pass."""
@@ -229,7 +230,8 @@ class _Comparison:
 
     def _of_modules(self, off: dict[str, float]) -> str:
         right = [place for place, owner in enumerate(self._a.owners) if owner not in off]
-        if not off or self._a.gradient[right].norm() <= self._base * self._a.gradient.norm():
+        a, b = self._a.gradient[right], self._b.gradient[right]
+        if not off or a.norm() <= self._base * self._a.gradient.norm() or _off(b, a) > self._tolerance:
             return ""
         lacking = self._b.lacking - self._a.lacking
         ratios = [f"{one} ({'no gradient' if one in lacking else f'{off[one]:.3g} times as large'})" for one in off]

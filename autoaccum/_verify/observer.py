@@ -257,7 +257,8 @@ class Observer:
         for root in filter(None, (root() for root in self._roots.values())):
             for name, one in root.named_parameters():
                 if one is parameter:
-                    return ".".join(part for part in name.split(".") if part not in {"module", "_orig_mod"})
+                    path = [part for part in name.split(".") if part not in {"module", "_orig_mod"}]
+                    return ".".join(path if len(path) > 1 else [type(root).__name__, *path])
         return "a parameter of no known module"
 
     def seen(self) -> dict[str, Any]:

@@ -54,7 +54,9 @@ def observe(command: Sequence[str], sizes: Sizes, timeout_s: float, settings: di
             "_AUTOACCUM_VERIFY": json.dumps({**settings, "folder": name}),
         }
         arguments = fill_in(command, asdict(sizes))
-        code = process_tree.run(arguments, environment, folder, timeout_s, lambda: _is_complete(folder), _GRACE_S)
+        code = process_tree.run_and_end_all(
+            arguments, environment, folder, timeout_s, lambda: _is_complete(folder), _GRACE_S
+        )
         if _is_complete(folder):
             ranks = sorted(_written(folder, "rank-*.json"), key=lambda rank: int(rank["rank"]))
             made = max(len(one["steps"]) for one in ranks[0]["optimizers"])

@@ -273,6 +273,7 @@ def makes_nan(micro_batch, accum_steps):
 def has_no_seed(micro_batch, accum_steps):
     torch.seed()
     model = nn.Linear(6, 5)
+    nn.init.normal_(model.weight)
     loop(micro_batch, accum_steps, accum_steps, model=model)
 
 
