@@ -26,9 +26,8 @@ def run_and_end_all(
     folder: Path,
     timeout_s: float,
     is_done: Callable[[], bool],
-    grace_s: float,
 ) -> int | None:
-    """Run a command without stdin until it ends, or `grace_s` seconds after it is done; then kill all of it.
+    """Run a command without stdin until it ends or is done; then kill all of it.
 
     SIGTERM and SIGHUP to this process kill the command, too. From the main thread alone, while nothing else starts
     processes.
@@ -39,13 +38,12 @@ def run_and_end_all(
         folder: Where its output goes, to files `out` and `err`.
         timeout_s: Seconds until it must be done.
         is_done: Whether nothing of it is needed any more.
-        grace_s: Seconds in which it may then end by itself.
 
     Returns:
-        Its exit code, 128 + N if signal N ended it, 127 if it cannot be started; None if the time was up.
+        Its exit code, 128 + N if signal N ended it, 127 if it cannot be started; None if it was killed.
     """
     with _ending_all(), (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        end, is_in_time = time.monotonic() + timeout_s, False
+        end = time.monotonic() + timeout_s
         try:
             process = subprocess.Popen(  # noqa: S603 - the user's own command
                 list(arguments),
@@ -59,17 +57,11 @@ def run_and_end_all(
         except OSError as error:
             err.write(f"{arguments[0]} cannot be started ({error.strerror or error})".encode())
             return 127
-        is_late = False
-        while process.poll() is None and not is_late:
-            if not is_in_time and is_done():
-                end, is_in_time = time.monotonic() + grace_s, True
-            is_late = time.monotonic() > end
+        while process.poll() is None and not is_done() and time.monotonic() < end:
             time.sleep(_POLL_S)
         code = process.returncode
     process.wait()
-    if code is None:
-        return 0 if is_in_time else None
-    return code if code >= 0 else 128 - code
+    return code if code is None or code >= 0 else 128 - code
 
 
 @contextlib.contextmanager

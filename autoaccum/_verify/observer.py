@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # The mean of the squared projections on random signs is the squared norm.
 PROJECTIONS, _BLOCK, _CHUNK = 8, 4096, 4096 * 1024
-# A rank that has written waits this long for the others, whose last collectives may need it.
-_WAIT_S = 30.0
+# A process that has written waits to be killed: other ranks may need it, and a shell would go on to what follows.
+_WAIT_S = 60.0
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 # Modules that drop by draws of their own, and the attribute that says how much.
 _DROPS = {"RNN": "dropout", "LSTM": "dropout", "GRU": "dropout", "DropPath": "drop_prob", "StochasticDepth": "p"}
@@ -281,7 +281,7 @@ def observe_process(settings: str) -> None:
     random.seed(0)
     torch.use_deterministic_algorithms(given.pop("deterministic"), warn_only=True)
 
-    def write() -> int:
+    def write() -> None:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -291,15 +291,13 @@ def observe_process(settings: str) -> None:
             part = path.with_suffix(f".{process}")
             part.write_text(json.dumps({"rank": rank, "world": world, **observer.seen()}), encoding="utf-8")
             part.replace(path)
-        return world
 
     def finish() -> None:
-        world, end = write(), time.monotonic() + _WAIT_S
-        while len(list(folder.glob("rank-*.json"))) < world and time.monotonic() < end:
-            time.sleep(0.02)
+        write()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        time.sleep(_WAIT_S)
         os._exit(0)  # a SystemExit may be caught
 
     observer = Observer(finish=finish, **given).__enter__()

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from autoaccum._launch.run import Sizes
 
 _ON_PATH = Path(__file__).parent / "on_path"
-# From the moment when all ranks have written until a launcher that still runs is killed.
-_GRACE_S = 5.0
 _SHOWN_LINES, _TAIL_BYTES = 30, 1 << 16
 _DEBUGGERS = ("bdb.BdbQuit", "(Pdb)", "(Pdb++)", "ipdb>")
 
@@ -54,9 +52,7 @@ def observe(command: Sequence[str], sizes: Sizes, timeout_s: float, settings: di
             "_AUTOACCUM_VERIFY": json.dumps({**settings, "folder": name}),
         }
         arguments = fill_in(command, asdict(sizes))
-        code = process_tree.run_and_end_all(
-            arguments, environment, folder, timeout_s, lambda: _is_complete(folder), _GRACE_S
-        )
+        code = process_tree.run_and_end_all(arguments, environment, folder, timeout_s, lambda: _is_complete(folder))
         if _is_complete(folder):
             ranks = sorted(_written(folder, "rank-*.json"), key=lambda rank: int(rank["rank"]))
             made = max(len(one["steps"]) for one in ranks[0]["optimizers"])

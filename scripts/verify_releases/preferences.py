@@ -1,4 +1,4 @@
-"""Preferences with a trainer of TRL (dpo, orpo or reward): python preferences.py KIND MICRO_BATCH ACCUM_STEPS."""
+"""Preferences with a trainer of TRL (dpo or cpo): python preferences.py KIND MICRO_BATCH ACCUM_STEPS."""
 
 import random
 import sys
@@ -28,11 +28,10 @@ random.seed(0)
 torch.manual_seed(0)
 data = Dataset.from_list([{"prompt": text(5), "chosen": text(12), "rejected": text(12)} for _ in range(32)])
 sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_labels=1, pad_token_id=0)
-trainer, settings, family = {
-    "dpo": (trl.DPOTrainer, trl.DPOConfig, transformers.LlamaForCausalLM),
-    "orpo": (getattr(trl, "ORPOTrainer", None), getattr(trl, "ORPOConfig", None), transformers.LlamaForCausalLM),
-    "reward": (trl.RewardTrainer, trl.RewardConfig, transformers.LlamaForSequenceClassification),
+config = transformers.LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0)
+trainer, settings, more = {
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, {}),
+    "cpo": (trl.CPOTrainer, trl.CPOConfig, {"cpo_alpha": 0.0}),
 }[kind]
 arguments = settings(
     tempfile.mkdtemp(),
@@ -42,5 +41,7 @@ arguments = settings(
     report_to=[],
     use_cpu=True,
     bf16=False,
+    **more,
 )
-trainer(model=family(config), args=arguments, train_dataset=data, processing_class=tokenizer).train()
+model = transformers.LlamaForCausalLM(config)
+trainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer).train()

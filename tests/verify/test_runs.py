@@ -187,3 +187,48 @@ def test_run_verifies_once_before_it_starts(kind, option, code, starts, tmp_path
     assert (len(ends.read_text().splitlines()) if ends.exists() else 0) == starts
     assert ("WRONG by 100%: every gradient is 2 times as large" in err) == (kind == "faulty")
     assert ("is not started" in err) == (code == 8)
+
+
+# Catches whatever could end it, and then would go on.
+STUBBORN = """
+import sys
+from pathlib import Path
+import verify_faults
+try:
+    verify_faults.not_divided(int(sys.argv[2]), int(sys.argv[3]), True)
+except BaseException:
+    pass
+Path(sys.argv[1]).write_text("it went on")
+"""
+
+
+@pytest.mark.slow
+def test_script_in_a_shell_that_catches_everything_ends_at_its_first_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    shell = f"cd {tmp_path}; {sys.executable} -m stubborn {tmp_path}/script $1 $2; echo it went on > {tmp_path}/shell"
+    (tmp_path / "train.sh").write_text(shell)
+
+    assert verify(["bash", tmp_path / "train.sh", *SIZES], 2)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stubborn.py", "train.sh"]
+
+
+HUNGRY = """
+import sys
+import torch
+import verify_faults
+if int(sys.argv[1]) > 2:
+    torch.empty(1 << 50)
+verify_faults.not_divided(int(sys.argv[1]), int(sys.argv[2]), False)
+"""
+
+
+@pytest.mark.slow
+def test_without_memory_for_the_whole_batch_smaller_splits_are_compared(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+    found = verify([sys.executable, "-c", HUNGRY, *SIZES], 4)
+
+    assert found.compared_with == (2, 2)
+    assert "every gradient is 2 times as large: the loss is not divided" in found.diagnosis
