@@ -98,24 +98,33 @@ def hidden_by_a_clip_by_hand(micro_batch, accum_steps, mended):
     loop(micro_batch, accum_steps, accum_steps if mended else 1, after=clip)
 
 
-@fault("a mean of means")
-def tokens_averaged_by_micro_batch(micro_batch, accum_steps, mended):
+def tokens(micro_batch, mended, divide):
+    """Sentences of different lengths, whose labels enter the model."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 20, (16, 9), generator=generator)
+    words = torch.randint(0, 20, (16, 9), generator=generator)
     lengths = torch.randint(2, 9, (16, 1), generator=generator)
-    labels = torch.where(torch.arange(9) < lengths, tokens, -100)
+    labels = torch.where(torch.arange(9) < lengths, words, -100)
     model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+    body = model.forward
+    model.forward = lambda words, labels: body(words)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     of_window = int((labels != -100).sum())
-    for x, y in zip(tokens.split(micro_batch), labels.split(micro_batch), strict=True):
-        logits = model(x).transpose(1, 2)
-        if mended:
-            loss = F.cross_entropy(logits, y, reduction="sum") / of_window
-        else:
-            loss = F.cross_entropy(logits, y) / accum_steps
-        loss.backward()
+    for x, y in zip(words.split(micro_batch), labels.split(micro_batch), strict=True):
+        logits = model(x, labels=y).transpose(1, 2)
+        total = F.cross_entropy(logits, y, reduction="sum") / of_window
+        (total if mended else F.cross_entropy(logits, y) / divide).backward()
     optimizer.step()
+
+
+@fault("times as much, by their labels")
+def tokens_averaged_by_micro_batch(micro_batch, accum_steps, mended):
+    tokens(micro_batch, mended, accum_steps)
+
+
+@fault("by their labels; beside that, every gradient is 2 times as large: the loss is not divided")
+def tokens_averaged_and_not_divided(micro_batch, accum_steps, mended):
+    tokens(micro_batch, mended, 1)
 
 
 @fault("a mean of means")

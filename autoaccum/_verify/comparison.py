@@ -211,9 +211,11 @@ class _Comparison:
             if len(counted) == len(share) and float((counted / counted.mean() - share).abs().max()) < 10 * _NEAR:
                 reason = f", by their {unit}"
                 break
+        scale = 1 / float(weights.mean())
+        beside = f"; beside that, {self._times(scale)}" if abs(scale - 1) > _NEAR else ""
         return (
             f"a mean of means: micro-batches count alike, and should count {share.min():.2f} to {share.max():.2f} "
-            f"times as much{reason}"
+            f"times as much{reason}{beside}"
         )
 
     def _modules_off(self) -> dict[str, float]:

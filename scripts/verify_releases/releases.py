@@ -45,12 +45,14 @@ def _trl(kind: str, version: str, transformers: str, *, is_right: bool, says: st
 
 RELEASES = (
     _transformers(_MODEL, "4.44.2", "0.34.2", is_right=False, says=_MEANS),
+    _transformers(_MODEL, "4.47.0", "1.3.0", is_right=False, says=_DIVIDED),
+    _transformers(_MODEL, "4.48.3", "1.3.0", is_right=True),
     _transformers(_MODEL, "5.24.0", "1.15.0", is_right=True),
     _transformers(_CLASSIFIER, "4.47.0", "1.3.0", is_right=False, says=_DIVIDED),
     _transformers(_CLASSIFIER, "4.48.3", "1.3.0", is_right=True),
     _transformers(_CLASSIFIER, "5.24.0", "1.15.0", is_right=False, says=_DIVIDED),
     _trl("dpo", "0.13.0", "4.48.3", is_right=False, says=_DIVIDED),
     _trl("dpo", "0.14.0", "4.48.3", is_right=True),
-    _trl("orpo", "0.19.1", "4.53.2", is_right=False, says=_DIVIDED),
-    _trl("orpo", "0.20.0", "4.53.2", is_right=True),
+    _trl("cpo", "0.13.0", "4.48.3", is_right=False, says=_DIVIDED),
+    _trl("cpo", "0.14.0", "4.48.3", is_right=True),
 )
