@@ -45,14 +45,13 @@ def verified(release: Release, python: Path) -> dict:
 
 
 def described(found: dict) -> str:
-    """Say in a cell of the table how wrong a release is; "" if it is right."""
-    off = [split["difference"] for split in found["splits"]]
-    return "" if found["is_right"] else f" by {min(off):.0%} to {max(off):.0%}"
+    """Say in a cell of the table by how much a release is off at most; "" if it is right."""
+    return "" if found["is_right"] else f" ({max(split['difference'] for split in found['splits']):.0%})"
 
 
 def table(cells: dict[str, str]) -> str:
     """Return the table, a row for each script."""
-    rows = ["| | off | right |", "|---|---|---|"]
+    rows = ["| | off (by up to) | right |", "|---|---|---|"]
     for title in dict.fromkeys(release.title for release in RELEASES):
         told = {release.version: cells[release.name] for release in RELEASES if release.title == title}
         off = ", ".join(version + cell for version, cell in told.items() if cell)
