@@ -240,10 +240,11 @@ class Observer:
         if len(seen.steps) >= self._most:  # others lag behind, or never step
             self._finish()
         now, scale = seen.sketch(), getattr(optimizer, "grad_scale", None)  # of a fused step, which unscales
-        gradients = []
+        gradients, names = [], self._names()
         for one, row in zip(seen.parameters(), now, strict=True):
             unclipped = seen.unclipped.get(id(one), row) / (1.0 if scale is None else float(scale))
-            gradients.append([self._name(one), None if one.grad is None else unclipped.tolist()])
+            name = names.get(id(one), "a parameter of no known module")
+            gradients.append([name, None if one.grad is None else unclipped.tolist()])
             self._types |= set() if one.grad is None else {str(one.grad.dtype)}
         seen.steps.append({**seen.window, "gradients": gradients, "factor": _ratio(now, seen.known)})
         seen.begin()
@@ -253,13 +254,14 @@ class Observer:
         elif self._seed:
             _add_rounding(seen.parameters())
 
-    def _name(self, parameter: torch.Tensor) -> str:
+    def _names(self) -> dict[int, str]:
+        """Return the names of parameters by the modules that were seen, without what wraps them, by identity."""
+        names: dict[int, str] = {}
         for root in filter(None, (root() for root in self._roots.values())):
             for name, one in root.named_parameters():
-                if one is parameter:
-                    path = [part for part in name.split(".") if part not in {"module", "_orig_mod"}]
-                    return ".".join(path if len(path) > 1 else [type(root).__name__, *path])
-        return "a parameter of no known module"
+                path = [part for part in name.split(".") if part not in {"module", "_orig_mod"}]
+                names.setdefault(id(one), ".".join(path if len(path) > 1 else [type(root).__name__, *path]))
+        return names
 
     def seen(self) -> dict[str, Any]:
         """Return what was seen, for JSON."""
