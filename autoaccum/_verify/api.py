@@ -88,7 +88,7 @@ def verify(
             )
         return [seen]
 
-    return _verify(observe, target_batch, 1, micro_batch)
+    return _verify_splits(observe, target_batch, 1, micro_batch)
 
 
 def verify_command(
@@ -117,10 +117,10 @@ def verify_command(
 
     log("the command runs several times, each time to its first optimizer step, and writes its files each time")
     world_size = options.world_size or world_size_of(command)
-    return _verify(observe_and_tell, options.target_batch, world_size, options.micro_batch)
+    return _verify_splits(observe_and_tell, options.target_batch, world_size, options.micro_batch)
 
 
-def _verify(
+def _verify_splits(
     observe: Callable[[Sizes, bool], Ranks], target_batch: int, world_size: int, most: int | None
 ) -> Verification:
     from autoaccum._verify.comparison import Run, compare  # noqa: PLC0415 - it imports torch
