@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from autoaccum._training.loggers import JSONLinesLog
     from autoaccum._training.restarted_function import find_executable_micro_batch
     from autoaccum._training.runner import Runner
+    from autoaccum._verify.api import verify
 
 _NAMES = {
     "_callbacks": ("Callback", "EarlyStopping", "StopTraining"),
@@ -75,6 +76,7 @@ _NAMES = {
     "_training.api": ("fit",),
     "_training.loggers": ("JSONLinesLog",),
     "_training.restarted_function": ("find_executable_micro_batch",),
+    "_verify.api": ("verify",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -116,6 +118,7 @@ __all__ = [
     "join_ranks",
     "plan",
     "preflight",
+    "verify",
     "windows",
 ]
 

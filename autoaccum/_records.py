@@ -5,7 +5,7 @@ Nothing here computes on a device. `StepReport` may hold numbers that are still 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -377,3 +377,73 @@ class FitResult:
     def last_loss(self) -> float | None:
         """The loss of this call's last window; None if the call had no windows to train."""
         return self.history[-1].loss if self.history else None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCheck:
+    """What `verify` found of one split of a batch.
+
+    Attributes:
+        micro_batch: Samples at once, on one rank.
+        accum_steps: Accumulation steps.
+        is_right: Whether its gradients are those of the whole batch.
+        difference: The norm of the difference between the gradients, relative to the whole batch's.
+        diagnosis: What is wrong; empty if nothing is.
+    """
+
+    micro_batch: int
+    accum_steps: int
+    is_right: bool
+    difference: float
+    diagnosis: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of `verify`; true if the gradients are the same however the batch is split.
+
+    Attributes:
+        target_batch: Samples per optimizer step, over all ranks.
+        world_size: Ranks.
+        compared_with: The micro-batch and accumulation steps that the others are compared with.
+        splits: What each other split shows, from large micro-batches to small ones.
+        noise: The relative difference between two equal runs.
+        notes: What else is to be said, such as of BatchNorm.
+    """
+
+    target_batch: int
+    world_size: int
+    compared_with: tuple[int, int]
+    splits: tuple[SplitCheck, ...]
+    noise: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.is_right
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every split is right."""
+        return all(one.is_right for one in self.splits)
+
+    @property
+    def diagnosis(self) -> str:
+        """What is wrong with the first split that is; empty if none is."""
+        return next((one.diagnosis for one in self.splits if not one.is_right), "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain values, for JSON."""
+        return {"is_right": self.is_right, "diagnosis": self.diagnosis, **asdict(self)}
+
+    def __str__(self) -> str:
+        """Return a line for each split, and the notes."""
+        whole = f"{self.compared_with[0]} x {self.compared_with[1]}"
+        lines = [f"{whole}: compared with itself, differs by {self.noise:.1e}"]
+        for one in self.splits:
+            said = (
+                f"right (differs by {one.difference:.1e})"
+                if one.is_right
+                else f"WRONG by {one.difference:.0%}: {one.diagnosis}"
+            )
+            lines.append(f"{one.micro_batch} x {one.accum_steps}: {said}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -11,8 +11,10 @@ from autoaccum._records import (
     MemoryEvent,
     MemoryReading,
     ProbeResult,
+    SplitCheck,
     StepReport,
     Trial,
+    Verification,
 )
 
 if TYPE_CHECKING:
@@ -26,8 +28,10 @@ __all__ = [
     "MemoryReading",
     "ProbeResult",
     "Report",
+    "SplitCheck",
     "StepReport",
     "Trial",
+    "Verification",
 ]
 
 

@@ -7,10 +7,11 @@
 #   scripts/test_with.sh python 3.13        every test but the sweeps, on this Python
 #   scripts/test_with.sh ray                the slow tests of Ray Train (some 4 minutes); Ray has 200 MB
 #   scripts/test_with.sh ultralytics        the slow test of ultralytics' command; it has 400 MB
+#   scripts/test_with.sh releases           `autoaccum verify` of older trainers (some 20 minutes, an environment each)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-kind="${1:?say newest, oldest-torch, oldest-adapters, python, ray or ultralytics}"
+kind="${1:?say newest, oldest-torch, oldest-adapters, python, ray, ultralytics or releases}"
 environment=".venv-$kind${2:+-$2}"
 workers=(-n logical --maxprocesses 4 --dist loadfile)
 quick=("${workers[@]}" -m 'not slow and not sweep')
@@ -42,5 +43,6 @@ oldest-adapters)
 python) python="$(found "$2")" prepare --constraint constraints.txt && run "${workers[@]}" -m 'not sweep' ;;
 ray) prepare --group ray --constraint constraints.txt && run tests/across/test_ranks_ray.py ;;
 ultralytics) prepare --group ultralytics --constraint constraints.txt && run tests/launch/test_run_ultralytics.py ;;
+releases) .venv/bin/python -m pytest -m sweep tests/verify/test_runs_releases.py ;;
 *) echo "no such environment: $kind" >&2 && exit 2 ;;
 esac

@@ -19,6 +19,7 @@ from autoaccum.errors import AutoaccumError
 _COMMANDS = {
     "run": ("commands", "Run any command; restart it with smaller micro-batches if it runs out of memory."),
     "slurm": ("commands", "Submit a command to Slurm as a job that resumes after its time limit."),
+    "verify": ("commands", "Check that a command makes the same gradient however its batch is split."),
     "report": ("report", "Report whether and how a training fits: measured here, or predicted for GPUs."),
     "doctor": ("commands", "Show the installation, the machine and its limits, and what is wrong with them."),
 }

@@ -32,6 +32,7 @@ class ExitCode(enum.IntEnum):
     DAMAGED = 5
     SMALLER = 6
     NO_DEVICE = 7
+    WRONG = 8
     START_AGAIN = StartAgainError.exit_code
     INTERRUPTED = 130
 
@@ -45,6 +46,7 @@ MEANINGS = {
     ExitCode.DAMAGED: "the device was lost: start a new process",
     ExitCode.SMALLER: "report: it fits, but only in smaller micro-batches than required",
     ExitCode.NO_DEVICE: "report: the device is missing or busy",
+    ExitCode.WRONG: "verify: gradients depend on how the batch is split",
     ExitCode.START_AGAIN: "your script's, to be restarted by run with a smaller micro-batch",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
 }

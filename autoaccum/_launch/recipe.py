@@ -19,7 +19,6 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import autoaccum
 from autoaccum._data.batches import as_window
 from autoaccum._launch.job import Job
 from autoaccum._system.attributes import replaced
@@ -188,11 +187,12 @@ def _is_script(path: Path) -> bool:
 
 def _job_of_script(path: Path, arguments: Sequence[str]) -> Job:
     """Run a script, as `python SCRIPT ARGUMENTS` would, up to the first call that trains; return that call."""
+    root = sys.modules["autoaccum"]  # an import would be one of everything that it names
     stands_for = [
         (sys, "argv", [str(path), *arguments]),
-        (autoaccum, "fit", _fit),
-        (autoaccum, "Runner", _Runner),
-        (autoaccum, "Accumulator", _Accumulator),
+        (root, "fit", _fit),
+        (root, "Runner", _Runner),
+        (root, "Accumulator", _Accumulator),
         (Accumulator, "backward", _backward_of_an_adapter),
     ]
     try:

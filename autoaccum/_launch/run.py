@@ -108,6 +108,16 @@ def sizes_within(target_batch: int, world_size: int, most: int | None = None) ->
     return Sizes(target_batch, size, share // size, world_size)
 
 
+def fill_in(command: Sequence[str], numbers: Mapping[str, int]) -> list[str]:
+    """Return a command with numbers in place of its placeholders."""
+    return [_PLACEHOLDER.sub(lambda found: str(numbers[found[1]]), argument) for argument in command]
+
+
+def variables_of(sizes: Sizes) -> dict[str, str]:
+    """Return the environment variables that hold the sizes."""
+    return {f"AUTOACCUM_{name.upper()}": str(number) for name, number in asdict(sizes).items()}
+
+
 def until_done(command: Sequence[str], options: Options) -> int:
     """Run a command until it ends for another reason than lack of memory, or no smaller size is left.
 
@@ -173,9 +183,9 @@ class _Run:
             variables[launched.MAX_MICRO_BATCH] = str(self._most)
         if self._sizes is not None:
             numbers = asdict(self._sizes)
-            variables |= {f"AUTOACCUM_{name.upper()}": str(number) for name, number in numbers.items()}
+            variables |= variables_of(self._sizes)
         before = _linux.read_kills()
-        arguments = [_PLACEHOLDER.sub(lambda found: str(numbers[found[1]]), one) for one in self._command]
+        arguments = fill_in(self._command, numbers)
         ended = supervisor.run(arguments, os.environ | variables)
         return ended, diagnose(ended, reason_file.read(path), _linux.risen(before, _linux.read_kills()))
 

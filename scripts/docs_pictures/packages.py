@@ -12,6 +12,7 @@ WIDTH, LEFT, TOP, TALL, STEP = 880, 24, 24, 46, 56
 PURPOSES = {
     "_cli": "the command line",
     "integrations": "adapters for other loops",
+    "_verify": "whether splits train alike",
     "_launch": "jobs, run, Slurm",
     "_report": "pre-flight report",
     "_training": "fit, its loop, checkpoints",

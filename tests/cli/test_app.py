@@ -30,11 +30,11 @@ def test_help_shows_the_commands_and_each_exit_code_once():
     text = invoke("--help").stdout
 
     commands = re.findall(r"^  (\w+) ", text[text.index("Commands:") : text.index("Exit codes")], re.MULTILINE)
-    assert commands == ["run", "slurm", "report", "doctor"]
+    assert commands == ["run", "slurm", "verify", "report", "doctor"]
     assert re.findall(r"^  (\d+) ", text, re.MULTILINE) == [str(int(code)) for code in ExitCode]
 
 
-@pytest.mark.parametrize("name", ["run", "slurm", "report", "doctor"])
+@pytest.mark.parametrize("name", ["run", "slurm", "verify", "report", "doctor"])
 def test_the_help_of_a_command_has_no_exit_codes_and_no_types_of_python(name):
     text = invoke(name, "--help").stdout
 

@@ -112,3 +112,21 @@ def test_script_trains_to_the_same_before_and_after_the_change(tab, tmp_path, mo
 
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=0.0, atol=2e-5)
+
+
+@pytest.mark.parametrize("tab", [pytest.param(tab, marks=() if tab in QUICK else pytest.mark.slow) for tab in TABS])
+def test_changed_script_is_right_however_its_batch_is_split(tab, tmp_path, monkeypatch):
+    if tab in ("Ignite", "timm", "Accelerate"):
+        pytest.importorskip(tab.lower())
+
+    def train(micro_batch, accum_steps):
+        monkeypatch.setenv("AUTOACCUM_MAX_MICRO_BATCH", str(micro_batch))
+        names = {"torch": torch, "nn": nn, "autoaccum": autoaccum} | GIVEN[tab](tmp_path)
+        torch.manual_seed(0)
+        source = script(tab, "+").replace("plan(16, 16)", f"plan(16, {micro_batch})")
+        exec(compile(source, tab, "exec"), names)  # noqa: S102
+
+    # The first window of an accumulator begins with few samples, whatever the limit.
+    found = autoaccum.verify(train, 8 if tab == "timm" else 16, micro_batch=4)
+
+    assert found, str(found)

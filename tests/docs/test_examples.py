@@ -123,3 +123,26 @@ def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
     assert result.evaluations[-1].metrics["accuracy"] >= 0.9
     assert "so each batch of 100 ran as 50+50." in digits.outcome(result, "280MiB")
     assert result.history[-1].loss < result.history[0].loss / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "sizes", "target"),
+    [
+        ("fixed_micro_batch", "job", {"micro_batch": 8, "windows": 1}, 32),
+        ("mean_and_sum", "job", {"target_batch": 16, "windows": 1}, 16),
+        ("mean_and_sum", "summed", {"target_batch": 16, "windows": 1}, 16),
+        ("two_losses", "job", {}, None),
+        ("half_precision", "job", {}, None),
+        ("digits", "job", {}, None),
+        pytest.param("resnet101", "job", {"images": 4, "side": 32, "target_batch": 4}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_example_is_right_however_its_batch_is_split(name, function, sizes, target):
+    def train(micro_batch, accum_steps):
+        torch.manual_seed(0)
+        run(getattr(recipe(name), function)(**sizes), micro_batch=micro_batch, max_steps=1)
+
+    target = target or getattr(recipe(name), function)(**sizes).arguments["target_batch"]
+    found = autoaccum.verify(train, target, micro_batch=16 if target > 32 else None)
+
+    assert found, str(found)

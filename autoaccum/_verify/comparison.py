@@ -1,0 +1,248 @@
+"""Compares what was seen of the splits of a batch, and says what is wrong with those that differ. Runs nothing."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoaccum._arguments import listed
+from autoaccum._records import SplitCheck
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+# The relative difference that rounding explains. In float32, the gradient of a whole batch is itself up to 7e-5 from
+# that in float64 (docs/dev/design.md); the others keep 8, 11, 11 and 53 bits.
+_TOLERANCES = {"torch.bfloat16": 5e-2, "torch.float16": 1e-2, "tf32": 1e-2, "torch.float64": 1e-7}
+_OF_FLOAT32 = 3e-4
+# Of a single module, rounding may be ten times as large, and a tenth of this share of the whole.
+_OF_MODULE, _OF_WHOLE = 10.0, 0.1
+# Splits may differ by this many times as much as two equal runs do, which may differ by so much.
+_NOISES, _MOST_NOISE = 3.0, 0.3
+# How near a ratio is to a number that explains it.
+_NEAR = 1e-2
+Ranks = list[dict[str, Any]]
+
+
+class _Step:
+    """A step of one optimizer, as its ranks saw it, one after the other.
+
+    Attributes:
+        seen: The windows, by rank.
+        owners: The module of each parameter.
+        gradient: Its projections, zeros without a gradient: (parameters, projections).
+        lacking: The modules with a parameter without a gradient.
+    """
+
+    def __init__(self, seen: Sequence[dict[str, Any]]) -> None:
+        self.seen = seen
+        names, rows = zip(*(row for one in seen for row in one["gradients"]), strict=True)
+        self.owners = [name.rpartition(".")[0] or name for name in names]
+        self.gradient = torch.tensor([row or [0.0] * 8 for row in rows], dtype=torch.float64)
+        self.lacking = {owner for owner, row in zip(self.owners, rows, strict=True) if row is None}
+
+    def all(self, what: str) -> list[Any]:
+        return [value for one in self.seen for value in one[what]]
+
+
+class Run:
+    """A run of one split; `steps` are those of each optimizer."""
+
+    def __init__(self, micro_batch: int, accum_steps: int, ranks: Ranks) -> None:
+        self.micro_batch, self.accum_steps = micro_batch, accum_steps
+        self.name = f"{micro_batch} x {accum_steps}"
+        self.optimizers = [one["name"] for one in ranks[0]["optimizers"]]
+        by_rank = [[one["steps"] for one in rank["optimizers"]] for rank in ranks]
+        self.steps = [[_Step(seen) for seen in zip(*steps, strict=False)] for steps in zip(*by_rank, strict=False)]
+        self.batchnorm = sorted(set(chain.from_iterable(rank["batchnorm"] for rank in ranks)))
+        self.tolerance = max(_TOLERANCES.get(kind, _OF_FLOAT32) for rank in ranks for kind in rank["types"])
+        first = next(steps[0] for steps in self.steps if steps)
+        self.rows, self.backwards = first.all("rows"), len(first.all("parts"))
+        for number, step in enumerate(chain.from_iterable(self.steps)):
+            bad = [owner for owner, row in zip(step.owners, step.gradient, strict=True) if not row.isfinite().all()]
+            if bad:
+                raise InvalidInputError(
+                    f"gradients are NaN or infinite ({self.name}, step {number + 1}, "
+                    f"{listed(list(dict.fromkeys(bad)))}); mend that first"
+                )
+
+    def pairs(self, other: Run, place: int) -> Iterator[tuple[_Step, _Step]]:
+        """Return the steps of one optimizer, here and there."""
+        theirs = other.steps[place] if place < len(other.steps) else []
+        for step, their in zip(self.steps[place], theirs, strict=False):
+            if step.owners != their.owners:
+                raise InvalidInputError(f"the optimizer has other parameters in {other.name} than in {self.name}")
+            yield step, their
+
+
+def compare(
+    whole: Run, again: Run, splits: Sequence[Run], world_size: int
+) -> tuple[list[SplitCheck], float, tuple[str, ...]]:
+    """Return what each split shows, by how much two equal runs differ, and what else is to be said.
+
+    Raises:
+        InvalidInputError: Nothing can be said: gradients are NaN, or two equal runs differ too much.
+    """
+    places = range(len(whole.steps))
+    noises = [[_off(b.gradient, a.gradient) for a, b in whole.pairs(again, place)] for place in places]
+    noise = max(steps[0] for steps in noises if steps)
+    if noise > _MOST_NOISE:
+        raise InvalidInputError(
+            f"two equal runs ({whole.name}) differ by {noise:.0%}, too much to compare splits; fix the seed of the "
+            "weights and the order of the samples"
+        )
+    notes = [f"{whole.optimizers[place]} made no step, and was not compared" for place in places if not noises[place]]
+    if noise > whole.tolerance:
+        notes.append(f"two equal runs differ by {noise:.1e}, for randomness in the model; that counts as noise")
+    if whole.batchnorm:
+        notes.append(
+            f"{listed(whole.batchnorm)} in training mode depends on the micro-batch, whatever the accumulation; it was "
+            "compared with its running statistics"
+        )
+    checks = [SplitCheck(run.micro_batch, run.accum_steps, True, 0.0) for run in splits]
+    for number, run in enumerate(splits):
+        for place in places:
+            pairs = zip(whole.pairs(run, place), whole.pairs(again, place), noises[place], strict=False)
+            for step, ((a, b), (_, equal), of_step) in enumerate(pairs):
+                if of_step > _MOST_NOISE:
+                    notes.append(f"from step {step + 1} on, rounding changes too much to compare")
+                    break
+                if checks[number].is_right:
+                    found, diagnosis = _Comparison(whole, run, a, b, equal, world_size).judge()
+                    of = [whole.optimizers[place]] if len(places) > 1 else []
+                    said = ": ".join([*of, *([f"step {step + 1}"] if step else []), diagnosis]) if diagnosis else ""
+                    most = found if diagnosis else max(found, checks[number].difference)
+                    checks[number] = SplitCheck(run.micro_batch, run.accum_steps, not said, most, said)
+    return checks, noise, tuple(dict.fromkeys(notes))
+
+
+def _off(one: torch.Tensor, of: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to that of a gradient."""
+    difference, size = float((one - of).norm()), float(of.norm())
+    return difference / size if size else math.inf if difference else 0.0
+
+
+class _Comparison:
+    """The same step of the whole batch (a), of a split (b), and of the second run of the whole batch (again)."""
+
+    def __init__(self, whole: Run, split: Run, a: _Step, b: _Step, again: _Step, world_size: int) -> None:
+        self._a, self._b, self._again, self._world_size = a, b, again, world_size
+        self._parts = split.accum_steps / whole.accum_steps
+        self._base = max(whole.tolerance, split.tolerance)
+        self._tolerance = max(self._base, _NOISES * _off(again.gradient, a.gradient))
+
+    def judge(self) -> tuple[float, str]:
+        """Return the relative difference, and what is wrong; "" if nothing is."""
+        difference, off = _off(self._b.gradient, self._a.gradient), self._modules_off()
+        if difference <= self._tolerance and not off:
+            return difference, self._clipped_by_hand()
+        diagnoses: tuple[Callable[[], str], ...] = (
+            self._stepped_inside,
+            self._scaled,
+            partial(self._of_modules, off),
+            self._changed_between,
+            self._mean_of_means,
+            self._other_samples,
+        )
+        unknown = "gradients of the same samples differ; perhaps the loss compares samples with each other"
+        return difference, next(filter(None, (one() for one in diagnoses)), unknown)
+
+    def _clipped_by_hand(self) -> str:
+        """Gradients are perhaps equal because the loop gave them equal norms after the last backward pass."""
+        for before, after in zip(self._a.seen, self._b.seen, strict=False):
+            if before["factor"] and after["factor"] and abs(before["factor"] - 1) > self._base:
+                ratio = before["factor"] / after["factor"]
+                if abs(ratio - 1) > self._tolerance:
+                    return f"perhaps clipped to equal norms; before that, {self._times(ratio)}"
+        return ""
+
+    def _stepped_inside(self) -> str:
+        rows, of = sum(self._b.all("rows")), sum(self._a.all("rows"))
+        if len(self._b.seen[0]["parts"]) <= 1 < self._parts and 0 < rows < of:
+            return f"the optimizer steps inside the window, after {rows} of {of} samples"
+        return ""
+
+    def _scaled(self) -> str:
+        a, b = self._a.gradient, self._b.gradient
+        ratio = float((a * b).sum() / (a * a).sum()) if a.any() else 0.0
+        return self._times(ratio) if ratio > 0 and _off(b, ratio * a) <= self._tolerance * ratio else ""
+
+    def _times(self, ratio: float) -> str:
+        parts, ranks = self._parts, self._world_size
+        reasons = {
+            "the loss is not divided by the accumulation steps": parts,
+            "the loss is divided by the accumulation steps twice": 1 / parts,
+            f"as many as there are ranks ({ranks})": ranks,
+            f"one in as many as there are ranks ({ranks})": 1 / ranks,
+        }
+        near = max(self._tolerance, _NEAR)
+        fitting = [text for text, value in reasons.items() if value != 1 and abs(ratio / value - 1) < near]
+        return f"every gradient is {ratio:.4g} times as large{': ' if fitting else ''}{', or '.join(fitting)}"
+
+    def _changed_between(self) -> str:
+        for what, text in (
+            ("cleared", "gradients are cleared inside the window: only its last micro-batches count"),
+            ("clipped_between", "gradients are clipped between micro-batches, not once before the step"),
+            ("changed_between", "gradients are scaled between micro-batches"),
+        ):
+            if any(one[what] for one in self._b.seen):
+                return text
+        return ""
+
+    def _mean_of_means(self) -> str:
+        """Solve for the weights by which the parts that micro-batches added would be the whole gradient."""
+        counts = {len(one["parts"]) for one in self._b.seen}
+        if len(counts) > 1 or max(counts) <= 1 or self._b.gradient.numel() < 2 * max(counts):
+            return ""
+        parts = torch.cat([torch.tensor(one["parts"], dtype=torch.float64) for one in self._b.seen], dim=1)
+        weights = torch.linalg.lstsq(parts.flatten(1).T, self._a.gradient.reshape(-1, 1), driver="gelsd").solution
+        total = (parts * weights.reshape(-1, 1, 1)).sum(0)
+        share = weights.flatten() / weights.mean()
+        if _off(total, self._a.gradient) > self._tolerance or float((share - 1).abs().max()) < _NEAR:
+            return ""
+        reason = ""
+        for what, unit in (("labels", "labels"), ("rows", "samples")):
+            counted = torch.tensor(self._b.seen[0][what], dtype=torch.float64)
+            if len(counted) == len(share) and float((counted / counted.mean() - share).abs().max()) < 10 * _NEAR:
+                reason = f", by their {unit}"
+                break
+        scale = 1 / float(weights.mean())
+        beside = f"; beside that, {self._times(scale)}" if abs(scale - 1) > _NEAR else ""
+        return (
+            f"a mean of means: micro-batches count alike, and should count {share.min():.2f} to {share.max():.2f} "
+            f"times as much{reason}{beside}"
+        )
+
+    def _modules_off(self) -> dict[str, float]:
+        """Return how large the gradient of each module is that differs, relative to the whole batch's; worst first."""
+        off = {}
+        for owner in dict.fromkeys(self._a.owners):
+            places = [place for place, name in enumerate(self._a.owners) if name == owner]
+            a, b, again = (one.gradient[places] for one in (self._a, self._b, self._again))
+            rounding = self._base * float(_OF_MODULE * a.norm() + _OF_WHOLE * self._a.gradient.norm())
+            difference, size = float((b - a).norm()), float(a.norm())
+            if difference > rounding + _OF_MODULE * float((again - a).norm()):
+                off[owner] = (difference, float(b.norm()) / size if size else math.inf)
+        return {owner: ratio for owner, (_, ratio) in sorted(off.items(), key=lambda one: -one[1][0])}
+
+    def _of_modules(self, off: dict[str, float]) -> str:
+        right = [place for place, owner in enumerate(self._a.owners) if owner not in off]
+        a, b = self._a.gradient[right], self._b.gradient[right]
+        if not off or a.norm() <= self._base * self._a.gradient.norm() or _off(b, a) > self._tolerance:
+            return ""
+        lacking = self._b.lacking - self._a.lacking
+        ratios = [f"{one} ({'no gradient' if one in lacking else f'{off[one]:.3g} times as large'})" for one in off]
+        return f"only some modules are off: {listed(ratios)}"
+
+    def _other_samples(self) -> str:
+        if sorted(self._a.all("samples")) == sorted(self._b.all("samples")):
+            return ""
+        return (
+            "the splits saw other samples, or noise, so nothing can be said of the accumulation; shuffle with a fixed "
+            "seed, whatever the batch size, or not at all"
+        )

@@ -1,0 +1,32 @@
+"""`autoaccum verify` with torchrun, on two ranks."""
+
+import pytest
+
+from autoaccum._launch.run import Options
+from autoaccum._verify.api import verify_command
+from folders import TESTS
+
+pytestmark = pytest.mark.slow
+KINDS = {
+    "ddp": "",
+    "ddp_not_divided": "every gradient is 4 times as large: the loss is not divided by the accumulation steps",
+    "by_hand": "",
+    "by_hand_world_size": "every gradient is 2 times as large: as many as there are ranks (2)",
+    "fsdp2": "",
+    "fsdp2_not_divided": "every gradient is 4 times as large: the loss is not divided by the accumulation steps",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loop_on_two_ranks_is_right_or_told(kind, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torchrun = ["torchrun", "--nproc-per-node", "2", str(TESTS / "verify_ranks.py"), kind]
+    target = 8 if KINDS[kind] else 4
+
+    found = verify_command([*torchrun, "{micro_batch}", "{accum_steps}"], Options(target_batch=target))
+
+    assert found.world_size == 2
+    last = found.splits[-1]
+    assert last.diagnosis == KINDS[kind], str(found)
+    assert found.is_right == (not KINDS[kind])
