@@ -133,7 +133,7 @@ def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
         ("mean_and_sum", "summed", {"target_batch": 16, "windows": 1}, 16),
         ("two_losses", "job", {}, None),
         ("half_precision", "job", {}, None),
-        ("digits", "job", {}, None),
+        pytest.param("digits", "job", {}, None, marks=pytest.mark.slow),
         pytest.param("resnet101", "job", {"images": 4, "side": 32, "target_batch": 4}, 4, marks=pytest.mark.slow),
     ],
 )
