@@ -352,7 +352,7 @@ ALLOWED = {
     "on_nan": choice("warn", "stop"),
     "on_too_large": choice("raise", "skip"),
     "noise_scale": lambda value: is_bool(value) or whole()(value),
-    "memory": or_none(lambda value: value in ([], ())),
+    "save_memory": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),
     "closure": or_none(nothing),
     "scale": or_none(nothing),
@@ -380,7 +380,7 @@ ALSO = {
     "checkpoint": PATHS,
     "oom_report": PATHS,
     "memory_limit": [lambda _: 10**30, lambda _: "9" * 400, lambda _: 1, lambda _: "512KiB", lambda _: "2 YiB"],
-    "memory": [
+    "save_memory": [
         lambda _: ["checkpoint", "nope"],
         lambda _: "offload",
         lambda _: "checkpoint:",
@@ -516,7 +516,7 @@ CALLS = {
         },
         {
             "loader": [],
-            "memory": [],
+            "save_memory": [],
             "gpus": [lambda _: "no such GPU", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
             "device_memory": [lambda _: "50%", lambda _: "1MiB", lambda _: "9" * 400],
             "display": [lambda _: "50%", lambda _: "much", lambda _: "9" * 400],

@@ -22,7 +22,7 @@ BAD = {
         "display": ["much", "50%", "-1MiB"],
         "ranks": COUNTS[:4],
         "memory_limit": LIMITS,
-        "memory": ["nope", "", "chunked_loss:head", "chunked_loss", "checkpoint:", "checkpoint:Blok", "auto:2"],
+        "save_memory": ["nope", "", "chunked_loss:head", "chunked_loss", "checkpoint:", "checkpoint:Blok", "auto:2"],
         "device": ["gpu", "cuda:99"],
         "precision": ["fp8"],
         "max_micro_batch": COUNTS,

@@ -250,7 +250,7 @@ def options_of(name, model, features):
     if "target_tokens" in features:
         chosen |= {"target_batch": None, "target_tokens": TOKENS.get(name, 40)}
     if saved := [word for word in ("checkpoint", "offload") if word in features]:
-        chosen |= {"memory": saved, "device": autoaccum.Simulated("1GiB")}
+        chosen |= {"save_memory": saved, "device": autoaccum.Simulated("1GiB")}
     given = {
         "noise_scale": {"noise_scale": 1},
         "loss_scope": {"loss_scope": "window"},

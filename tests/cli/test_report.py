@@ -238,8 +238,11 @@ def test_arguments_that_a_script_ends_at_are_told_in_words_without_a_traceback(i
         (["--require-micro-batch", "16"], {"max_micro_batch": 64}),
         (["--require-micro-batch", "100"], {"max_micro_batch": 100}),
         (["--require-micro-batch", "9", "--max-micro-batch", "8"], {"max_micro_batch": 9}),
-        ([":saving"], {"memory": "chunked_loss"}),
-        ([":saving", "--memory", "chunked_loss", "--memory", "checkpoint"], {"memory": ["chunked_loss", "checkpoint"]}),
+        ([":saving"], {"save_memory": "chunked_loss"}),
+        (
+            [":saving", "--save-memory", "chunked_loss", "--save-memory", "checkpoint"],
+            {"save_memory": ["chunked_loss", "checkpoint"]},
+        ),
     ],
 )
 def test_options_and_what_the_job_says_reach_preflight(invoke, recipe, given, options, expected):

@@ -21,7 +21,7 @@ BAD = {
     "micro_batch": 0,
     "cache": "yes",
     "memory_limit": "many",
-    "memory": "less",
+    "save_memory": "less",
     "oom_report": 3,
     "callbacks": print,
 }
