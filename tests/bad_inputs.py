@@ -218,6 +218,14 @@ def _safely(allowed, value):
         return False
 
 
+def by_hand(micro_batch, accum_steps):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in torch.arange(12.0).reshape(4, 3).split(micro_batch):
+        (model(batch).square().mean() / accum_steps).backward()
+    optimizer.step()
+
+
 def over_another(_):
     return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
@@ -567,6 +575,13 @@ CALLS = {
         autoaccum.find_executable_micro_batch,
         lambda _: {"target": 4},
         {"target": whole(), "micro_batch": or_none(whole())},
+    ),
+    "verify": Call(
+        autoaccum.verify,
+        lambda _: {"train": by_hand, "target_batch": 4},
+        {"train": nothing, "micro_batch": or_none(whole()), "steps": whole(), "keep_dropout": is_bool},
+        {"train": [lambda _: print, lambda _: lambda micro_batch: None]},
+        [lambda _: {"target_batch": 1}],
     ),
     "StopTraining": Call(autoaccum.StopTraining, lambda _: {}, {"reason": lambda value: isinstance(value, str)}),
     "EarlyStopping": Call(

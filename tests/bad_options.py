@@ -37,6 +37,14 @@ BAD = {
         "world_size": COUNTS,
         "retries": ["-1", "some", "1.5"],
         "grace": ["-1", "nan", "soon"],
+        "check": ["no", "2"],
+    },
+    "verify": {
+        "target_batch": [*COUNTS, "1"],
+        "micro_batch": COUNTS,
+        "world_size": COUNTS,
+        "steps": COUNTS,
+        "timeout_s": ["0", "-1", "nan", "inf", "soon"],
     },
     "slurm": {
         "nodes": COUNTS[:4],
@@ -55,6 +63,7 @@ BAD = {
 LEFT_OUT = {
     "report": {"arguments"},
     "run": {"command"},
+    "verify": {"command"},
     "slurm": {"command", "time", "mem", "partition", "account", "array", "job_name", "preflight"},
 }
 RECIPE = """
@@ -104,7 +113,12 @@ def judge(case, folder):
     before = sorted(folder.rglob("*"))
     given = [value] if name == "script" else [f"{option}={value}"]
     recipe = [] if name == "script" or command != "report" else ["recipe.py"]
-    ending = {"run": ["--no-cache", "--", "touch", "trained"], "slurm": ["--dry-run", "--", "true"]}.get(command, [])
+    endings = {
+        "run": ["--no-cache", "--", "touch", "trained"],
+        "slurm": ["--dry-run", "--", "true"],
+        "verify": [*([] if name == "target_batch" else ["--target-batch", "4"]), "--", "touch", "{micro_batch}"],
+    }
+    ending = endings.get(command, [])
     answer = CliRunner().invoke(cli, [command, *recipe, *given, *ending])
     line = f"autoaccum {command} {' '.join(given)}"[:80]
     said = answer.stderr

@@ -131,8 +131,8 @@ def _verify_splits(
     candidates = list(_splits(target_batch, world_size, most))
     if len(candidates) == 1:
         raise InvalidInputError(
-            f"there is one way to split a target batch of {target_batch} on {counted(world_size, 'rank')}, in micro-"
-            f"batches of {candidates[0].micro_batch}; choose one with more divisors, such as {16 * world_size}"
+            f"target_batch={target_batch} can be split in one way on {counted(world_size, 'rank')}, in micro-batches "
+            f"of {candidates[0].micro_batch}; choose one with more divisors, such as {16 * world_size}"
         )
     while True:
         try:
