@@ -142,9 +142,8 @@ def is_same(weight: float, other: float, tolerance: float = SAME_WEIGHT) -> bool
 
 
 def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] | None:
-    """Return what two checks, or two ranks, know of the summands of a loss; None if they contradict each other."""
-    pairs = list(zip(mine, theirs, strict=True))
-    mine, theirs = [_clamped(*pair) for pair in pairs], [_clamped(its, one) for one, its in pairs]
+    """Return what a check knows of the summands of a loss with what was known; None if they contradict each other."""
+    mine = clamped(mine, theirs)
     if [one.kind for one in mine] != [one.kind for one in theirs]:
         sure, its = _is_sure(mine), _is_sure(theirs)
         return None if sure is its else tuple(mine if sure else theirs)
@@ -159,8 +158,12 @@ def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] 
     )
 
 
+def clamped(mine: Sequence[Known], theirs: Sequence[Known]) -> list[Known]:
+    """Return sums over k as the means over max(k, n) that are known from elsewhere, where n was at most k in them."""
+    return [_clamped(one, its) for one, its in zip(mine, theirs, strict=True)]
+
+
 def _clamped(known: Known, other: Known) -> Known:
-    """Return a sum over k as the mean over max(k, n) that another check has shown, where n was at most k in it."""
     least = known.least if other.per_divisor else known.per_sample
     hints = {count: each for count, each in other.hints.items() if count in known.hints}
     is_least = is_same(least, other.least) if other.least else 1.0 in hints.values()
