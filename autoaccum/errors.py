@@ -85,7 +85,7 @@ class CheckpointError(AutoaccumError):
 class CheckpointInUseError(CheckpointError):
     """Another process, named in the message, trains with this checkpoint folder; nothing in the folder was changed.
 
-    Either that process was first and is alive, or it took the folder over while this one was suspended for too long.
+    Either that process was first and is alive, or the file system let it in while this one was suspended.
     """
 
 

@@ -194,7 +194,7 @@ class OptimizerSteps:
                 ) from error
             self._undone = {} if copy is None else copy.writes()
             raise
-        self.made, self._copy = coming, None
+        self.made, self._copy, self._undone = coming, None, {}
         if copy is not None and watch is not None and not is_skipped:
             self._learn(copy, watch)
         return is_skipped

@@ -98,6 +98,7 @@ class Savepoint:
                 move.
             with_attributes: Whether to look at all modules anew, and save what they keep as plain attributes.
         """
+        self.unrestored = None  # of an earlier pass, which an interrupt has ended
         state = SavedState(self) if again is None else again
         if again is None or is_thorough or with_attributes:
             state.look()

@@ -223,6 +223,7 @@ class Engine:
         self.at, self.oom_events = Progress(), []
         self._given = self._lack = self._saved = None
         self._is_checked_again = self._has_failed = False
+        step.stage.start = 0
         step.objective.begin_window()
         self.checks_all = bool(window.samples) and self.checks.are_due(window)
         self._is_steady = bool(window.samples) and not (self.checks_all or self.sizing.is_learning)

@@ -146,6 +146,7 @@ class Evaluator:
                 samples += window.samples
             if step.passes is not None:
                 step.passes.evaluate_with_others(self._passes)
+        self._parts.end()
         if self._ranks is not None:
             mine = {key: (float(total), float(weight), least) for key, (total, weight, least) in sums.items()}
             said = self._ranks.exchange("evaluation", (mine, samples, self.has_loss))

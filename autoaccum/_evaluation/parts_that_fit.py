@@ -70,6 +70,10 @@ class PartsThatFit:
         self._knows_what_moves = False
         self._to_overwrite: SavedState | None = None  # before an earlier part, whose memory is used again
 
+    def end(self) -> None:
+        """Free what is kept from part to part: the training needs its memory."""
+        self._to_overwrite = None
+
     def of(self, window: Window, function: Callable[[int, int], _T]) -> Iterator[tuple[int, _T]]:
         """Yield the size of each part of a batch, in order, and what a function of its start and size returns."""
         start = tries = failures = 0

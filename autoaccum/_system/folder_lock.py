@@ -1,8 +1,9 @@
 """Gives one process at a time the right to write into a folder, by the operating system's lock on a file in it.
 
 The kernel frees the lock when the process ends, however it ends. Between machines that share a file system the lock is
-as good as that file system's: NFS passes it on to its server. Where there are no locks, nothing is protected, and a
-message says so. A process forked meanwhile has no part in it.
+as good as that file system's: NFS passes it on to its server. Where another process was let in all the same, the file
+holds what that one wrote, which the first finds before it writes a checkpoint. Where there are no locks, nothing is
+protected, and a message says so. A process forked meanwhile has no part in it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import os
 import platform
 import re
+import secrets
 import stat
 import time
 import weakref
@@ -61,6 +63,8 @@ class FolderLock:
         self._folder, self._path = folder, folder / NAME
         self._process = 0  # that has taken it
         self._is_locked = False
+        self._written: bytes | None = None  # to the file; None if it cannot be written
+        self._descriptor = -1  # while it is being taken
         weakref.finalize(self, self.call.close)  # where the caller did not come to that
         _made.add(self)
 
@@ -105,24 +109,30 @@ class FolderLock:
                 "call its own folder"
             )
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(self._path, flags, 0o666)
+        self._descriptor = descriptor = os.open(self._path, flags, 0o666)
         try:
+            with contextlib.suppress(OSError):  # another user's
+                os.fchmod(descriptor, 0o666)  # as a folder is shared, so is its lock
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, f"{NAME} is no regular file")
             if self._is_refused(descriptor, say):
-                content = os.read(descriptor, _MOST_BYTES)
-                found = _HOLDER.match(content)
-                return found[0].decode() if found else "another process"
+                with contextlib.suppress(OSError):  # where a lock keeps others from reading
+                    if found := _HOLDER.match(os.read(descriptor, _MOST_BYTES)):
+                        return found[0].decode()
+                return "another process"
             if self._is_locked and not self._is_in_place(descriptor):
                 return "another process"  # the file was removed in between
+            own = f"process {os.getpid()} on {platform.node()}\n{secrets.token_hex(16)}\n".encode()
+            self._written = None
             with contextlib.suppress(OSError):  # on a full disk
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+                self._written = own if os.write(descriptor, own) == len(own) else None
             os.dup2(descriptor, self.call.fileno(), inheritable=False)
             self._process = os.getpid()
             _held[place.st_dev, place.st_ino] = self
             return None
         finally:
+            self._descriptor = -1
             os.close(descriptor)
 
     def _is_refused(self, descriptor: int, say: Callable[[str], None]) -> bool:
@@ -148,7 +158,8 @@ class FolderLock:
         """Check that this process still holds the folder.
 
         Raises:
-            CheckpointInUseError: The lock's file was removed; or this process was forked from the holder.
+            CheckpointInUseError: The lock's file was removed, or another process has written to it; or this process was
+                forked from the holder.
             CheckpointError: The folder is gone or cannot be read.
         """
         if not self._process:
@@ -159,24 +170,41 @@ class FolderLock:
                 "forked; nothing is written here; end a forked process with os._exit() where it was forked"
             )
         if not self._is_locked:
+            if not self._folder.is_dir():
+                raise self._is_gone()
             return
         for pause_s in (*_PAUSES_S, None):
             try:
                 is_there = self._is_in_place(self.call.fileno())
+                content = self._content() if is_there else b""
                 break
             except OSError as error:
                 if pause_s is None or error.errno not in _TRANSIENT:
                     raise self._cannot_be_used(error) from error
                 time.sleep(pause_s)
-        if is_there:
-            return
+        if not is_there or self._written not in (None, content):
+            raise self._is_lost(content)
+
+    def _is_lost(self, content: bytes) -> CheckpointError:
+        """Return the error where the lock's file is gone, or holds something else."""
         if not self._folder.is_dir():
-            raise self._is_gone()
-        raise CheckpointInUseError(
+            return self._is_gone()
+        if found := _HOLDER.match(content):
+            return CheckpointInUseError(
+                f"the checkpoint folder {self._folder} is in use by {found[0].decode()}, which its file system has let "
+                "in although this process holds the lock (was this process suspended?); nothing more is written, and "
+                "the other continues from the last checkpoint"
+            )
+        return CheckpointInUseError(
             f"the lock of this process on the checkpoint folder {self._folder} is gone: its file {NAME} was removed or "
             "replaced, and another process may train there; nothing more is written, and the same call resumes from "
             "the last checkpoint there"
         )
+
+    def _content(self) -> bytes:
+        """Return what the file holds on its server."""
+        with self._path.open("rb", buffering=0) as file:
+            return file.read(_MOST_BYTES) or b""
 
     def _is_in_place(self, descriptor: int) -> bool:
         """Whether the path still names an open file."""
@@ -200,10 +228,23 @@ class FolderLock:
         )
 
 
+def remove_free(folder: Path) -> None:
+    """Remove a folder in which there is nothing, or the file of a lock that nobody holds; leave any other."""
+    path = folder / NAME
+    with contextlib.suppress(OSError):
+        if fcntl is not None and list(folder.iterdir()) == [path]:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+        folder.rmdir()
+
+
 def _leave_to_the_parent() -> None:
     """Close the locks in a forked process, which would keep them when the holder has ended."""
     for lock in list(_made):
         lock.call.close()
+        if lock._descriptor >= 0:  # another thread was about to take it
+            os.close(lock._descriptor)
 
 
 if hasattr(os, "register_at_fork"):

@@ -229,7 +229,7 @@ def fit(
         StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md).
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
             unless the error says that code of your own refused its state half-way.
-        CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was
+        CheckpointInUseError: Another process trains with the checkpoint folder, or was let in while this one was
             suspended.
         RankFailedError: Another process of this training failed.
         NotFiniteError: A window was not finite, and on_nan="stop".

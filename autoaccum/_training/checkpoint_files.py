@@ -61,7 +61,7 @@ class Storage:
 
     Attributes:
         guard: Called before anything is renamed or removed that another process may have come to use; raises where one
-            has. `Lease.check`, on the rank that writes.
+            has. `FolderLock.check`, on the rank that writes.
         newest: The newest whole checkpoint of this run; None before the first.
         best: The one with the lowest validation loss; None before the first evaluation.
         best_loss: That loss.

@@ -6,7 +6,6 @@ gradients and optimizer state.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -66,11 +65,7 @@ class Untouched:
             for undo in self._undo:
                 undo()
             for folder in self._folders:
-                with contextlib.suppress(OSError):  # the folder was not made, or is not empty
-                    lock = folder / folder_lock.NAME
-                    if list(folder.iterdir()) == [lock]:
-                        lock.unlink()
-                    folder.rmdir()
+                folder_lock.remove_free(folder)
 
     def keep_rates(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         """Keep the optimizer's settings and a scheduler's base learning rates, to restore them.

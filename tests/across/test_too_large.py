@@ -142,3 +142,55 @@ def test_epoch_of_which_nothing_fits_any_more_ends_the_training():
 
     with pytest.raises(autoaccum.DoesNotFitError, match="no sample of epoch"):
         fit_quietly(Leaks(), loader, 2, loss=nn.CrossEntropyLoss(), max_steps=100, micro_batch=2, on_too_large="skip")
+
+
+class Refuses(nn.Module):
+    """Has no memory for a large number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, inputs):
+        if self.training and bool((inputs > 100).any()):
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return self.layer(inputs)
+
+
+class GivesUp(autoaccum.Callback):
+    """Ends a training that repeats a window without end."""
+
+    def __init__(self):
+        self.events = 0
+
+    def on_oom(self, event, *, step):
+        self.events += 1
+        if self.events > 50:
+            raise AssertionError("the window is repeated without end")
+
+
+def positives(outputs, targets):
+    of_each = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    return (of_each * (targets > 0)).sum() / (targets > 0).sum().clamp(min=1)
+
+
+def test_sample_that_the_check_of_a_later_window_finds_too_large_is_the_one_left_out():
+    torch.manual_seed(0)
+    # Nothing counts in the first windows, so the last is the first to be checked.
+    batches = [(torch.randn(16, 3), torch.zeros(16, dtype=torch.long)) for _ in range(3)]
+    batches.append((torch.randn(8, 3), torch.ones(8, dtype=torch.long)))
+    batches[-1][0][0, 0] = 1000.0
+
+    result = fit_quietly(
+        Refuses(),
+        batches,
+        16,
+        loss=positives,
+        device=autoaccum.Simulated("1GiB"),
+        precision="fp32",
+        micro_batch=4,
+        on_too_large="skip",
+        callbacks=[GivesUp()],
+    )
+
+    assert (result.steps, result.samples, result.skipped_samples) == (4, 55, 1)

@@ -127,6 +127,26 @@ def test_folder_that_is_gone_is_said(tmp_path):
         lock.check()
 
 
+def test_holder_that_finds_another_let_in_by_the_file_system_writes_nothing(tmp_path):
+    lock = take(FolderLock(tmp_path))
+    (tmp_path / ".lock").write_text("process 7 on node1\nits token\n")  # as over NFS, once a lock has run out
+
+    with pytest.raises(CheckpointInUseError, match="is in use by process 7 on node1, which its file system has let in"):
+        lock.check()
+
+
+def test_folder_that_another_process_holds_is_not_removed_by_a_call_that_fails(tmp_path, holder):
+    folder_lock.remove_free(tmp_path)
+
+    assert (tmp_path / ".lock").exists()
+    holder.kill()
+    holder.wait()
+    for _ in range(100):
+        folder_lock.remove_free(tmp_path)
+        time.sleep(0.01)
+    assert not tmp_path.exists()
+
+
 # --- whose call has ended, and who was forked -------------------------------------------------------------------------
 
 
