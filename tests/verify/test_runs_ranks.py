@@ -1,5 +1,7 @@
 """`autoaccum verify` with torchrun, on two ranks."""
 
+import sys
+
 import pytest
 
 from autoaccum._launch.run import Options
@@ -21,7 +23,15 @@ KINDS = {
 def test_loop_on_two_ranks_is_right_or_told(kind, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torchrun = ["torchrun", "--nproc-per-node", "2", str(TESTS / "verify_ranks.py"), kind]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(TESTS / "verify_ranks.py"),
+        kind,
+    ]
     target = 8 if KINDS[kind] else 4
 
     found = verify_command([*torchrun, "{micro_batch}", "{accum_steps}"], Options(target_batch=target))
