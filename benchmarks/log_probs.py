@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import math
 import os
-import statistics
 import time
 from pathlib import Path
 
@@ -82,7 +81,7 @@ def table(results):
     lines = [f"| log-probabilities by | {' | '.join(titles)} |", f"|---{'|---' * len(titles)}|"]
     for way in WAYS:
         rows = [row for row in results if row["way"] == way]
-        cells = [f"{row['peak_bytes'] / 2**30:.2f} GiB, {statistics.median(row['seconds']):.1f} s" for row in rows]
+        cells = [f"{row['peak_bytes'] / 2**30:.2f} GiB" for row in rows]
         lines.append(f"| {' | '.join([way, *cells])} |")
     return "\n".join(lines)
 
@@ -108,8 +107,8 @@ def main():
     about = machine(["transformers"])
     keep(options.out, {"machine": about, "rows": results})
     where = (
-        f"(Peak with weights and gradients, and one gradient's time, of one-block models; {about['cpu']}, "
-        f"{about['cores']} shared cores; {ROWS} rows of {LENGTH} tokens, float32; medians of {options.rounds}.)"
+        f"(Peak of one gradient, with weights and gradients, of one-block models; {about['cpu']}, {about['cores']} "
+        f"cores; {ROWS} rows of {LENGTH} tokens, float32.)"
     )
     if options.page is not None:
         write_into(options.page, f"{table(results)}\n\n{where}", "log-probs")
