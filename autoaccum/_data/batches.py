@@ -287,8 +287,12 @@ class Window(Sequence[Any]):
         return self._tensors
 
     def data_bytes(self) -> int:
-        """What the loader's batches of its pieces keep in memory, those of which it has a part only included."""
-        storages = (tensor.untyped_storage() for tensor in self._tensors if tensor.layout is torch.strided)
+        """What the loader's batches of its pieces keep in memory, those of which it has a part only included.
+
+        And those of the window that it was made of, which is still there.
+        """
+        tensors = itertools.chain(self._tensors, () if self._origin is None else self._origin.tensors())
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     @cached_property
@@ -443,5 +447,5 @@ def largest_first(window: Window) -> Window:
     sizes = list(map(elements_of, samples))
     order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
     found = Window.of_checked([[samples[index] for index in order]], window.split)
-    found.places = order
+    found.places = order if window.places is None else [window.places[index] for index in order]
     return found

@@ -29,7 +29,8 @@ from autoaccum._system.launched import is_to_be_set_up, local_rank, timeout_s, w
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from io import BytesIO
 
     from torch import Tensor
 
@@ -162,6 +163,29 @@ class Ranks:
         except OutOfMemoryElsewhereError as said:
             size = said.size
         return size
+
+    def swap(self, stream: BytesIO, lengths: Sequence[int], expected: Sequence[int]) -> tuple[Tensor, ...]:
+        """Send each rank its part of a stream; return the bytes that each rank has sent to this one.
+
+        Args:
+            stream: The bytes for rank 0, then those for rank 1, and so on.
+            lengths: How many they are, by rank.
+            expected: How many each rank sends to this one.
+
+        Raises:
+            RankFailedError: Another rank is gone.
+        """
+        with self.on_network(), self._memory.elsewhere():
+            sent, received = (torch.empty(sum(each), dtype=torch.uint8) for each in (lengths, expected))
+            stream.seek(0)
+            stream.readinto(sent.numpy().data)
+            self._last = [sent, received]
+            self._wait(
+                distributed.all_to_all_single(
+                    received, sent, [*expected], [*lengths], group=self._hosts(), async_op=True
+                )
+            )
+        return torch.split(received, [*expected])
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor on the device by the sum over all ranks, bit-identical on each.

@@ -38,6 +38,7 @@ class Sizing:
         clock: Compares sizes that fit.
         measures: Whether `enter` and `leave` must be called for micro-batches of the current window.
         failures: What ran out of memory in this window, trials left out: samples and widths, for other processes.
+        costs: The times that were measured.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Sizing:
     ) -> None:
         self.measures = False
         self.failures: list[tuple[int, Widths]] = []
+        self.costs = cutting.costs
         self._memory = memory
         self._wanted = wanted
-        self._events = events
         self.cutter = Cutter(memory, parameters, cutting, wanted, events)
         self.learner = Learner(self.cutter)
         self.clock = Clock(self.cutter, None if self.cutter.is_shrunk else wanted.times_after)
@@ -81,6 +82,7 @@ class Sizing:
             is_timed=self.clock.is_over,
             compared_to=cutter.compared_to,
             widths=cutter.widths,
+            costs=self.costs,
         )
 
     @property
@@ -107,7 +109,7 @@ class Sizing:
     def grow_to(self, size: int) -> None:
         """Set a larger size chosen by the caller, and report it."""
         self.set(self.cutter.plan_of(size))
-        self._events.planned(self.plan, None)
+        self.cutter.events.planned(self.plan, None)
 
     # --- one window ---------------------------------------------------------------------------------------------------
 
@@ -177,6 +179,7 @@ class Sizing:
         self._memory.synchronize()
         elapsed_s = time.perf_counter() - self._entered_at
         widths, peak = self.cutter.widths_of(start, size), self._memory.peak_bytes()
+        self.costs.note(size, sum(widths), elapsed_s)
         ahead = int(self._copied_bytes * sum(widths) * size)
         extra = None if peak is None or self._held_bytes is None else max(1, peak - self._held_bytes) + ahead
         if self.is_learning:

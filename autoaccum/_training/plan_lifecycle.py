@@ -89,7 +89,8 @@ class PlanLifecycle:
         self._step = step = call.step
         self._target_batch = target = call.world.target_batch
         self._asked = step.options.micro_batch
-        self._cap = None if call.cap is None or call.cap >= target else call.cap  # else no window reaches it
+        # None where no window reaches it.
+        self._cap = call.cap if call.cap is None or call.cap < target or call.world.deals else None
         self._searches = self._asked == "auto" and call.grows_from is None
         # A loss over the whole window needs to know the whole cut beforehand.
         self._tries_before = self._searches and step.options.loss_scope == "window"
@@ -207,6 +208,8 @@ class PlanLifecycle:
             saves=call.saves,
             counts=call.counts,
         )
+        if call.world.deals:  # more samples than this rank's share may fit
+            key = replace(key, target_batch=None)
         self._record.entry = CacheEntry(step.memory, PlanCache(self._notices), key)
 
     def _probe(self, first: Window) -> ProbeResult:
@@ -278,8 +281,8 @@ class PlanLifecycle:
             elif ahead >= _WINDOWS_WORTH_TIMING:
                 times_after = 0
         fits = 0  # a size that may be used though it exceeds the plan's
-        if self._call.counts == TOKENS and isinstance(self._asked, int):
-            fits = self._asked  # the first window may have held fewer samples
+        if (self._call.counts == TOKENS or self._call.world.deals) and isinstance(self._asked, int):
+            fits = self._asked  # windows may hold other numbers of samples than the plan's
         elif found is not None and self._tries_before:
             fits = found.micro_batch
         return SizingOptions(
