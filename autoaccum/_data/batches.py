@@ -445,7 +445,12 @@ def largest_first(window: Window) -> Window:
         return window
     samples = [sample for part in window.raw() for sample in part]
     sizes = list(map(elements_of, samples))
-    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    return arranged(window, sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))
+
+
+def arranged(window: Window, order: Sequence[int]) -> Window:
+    """Return a window of lists of samples in another order, given by their indices."""
+    samples = [sample for part in window.raw() for sample in part]
     found = Window.of_checked([[samples[index] for index in order]], window.split)
     found.places = order if window.places is None else [window.places[index] for index in order]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -122,10 +123,21 @@ class Sizing:
         self._entered_at = time.perf_counter()
         self._copied_bytes = self._bytes_copied(window)
         cutter, is_learning = self.cutter, self.is_learning
+        packs = getattr(window.split, "packs", None)
+        if self._wanted.by_width and not self._wanted.is_uniform and packs not in (None, cutter.frontier.packs):
+            cutter.frontier.begin_anew(packs=packs)
+            cutter.forget_limits()
         cutter.begin(window.widths(), is_learning=is_learning)
         self._is_measuring = not is_learning and self._wanted.by_width and self._can_measure and self._is_news()
         is_careful = self._wanted.by_width and not self._memory.fails_cleanly
         self.measures = is_learning or self._is_measuring or is_careful
+
+    def filling(self, window: Window) -> list[int] | None:
+        """Return the order of a window's samples that fills packed micro-batches, given the widest first; else None."""
+        if self.is_learning or not (self.cutter.frontier.packs and window.samples):
+            return None
+        widths = [sum(wide) for runs in window.widths() for samples, wide in runs for _ in range(samples)]
+        return list(itertools.chain.from_iterable(self.cutter.packed(widths)))
 
     def _bytes_copied(self, window: Window) -> float:
         """Return the bytes of an element of a window that is copied to a GPU, on the average; 0 if none is."""
