@@ -46,14 +46,10 @@ def busiest(costs: Sequence[float], owners: Sequence[int], ranks: int) -> float:
 
 
 def shares(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the rank that computes each sample, the same wherever it is called with the same costs.
+    """Return the rank that computes each sample, the same wherever it is called with the same costs, all above 0.
 
     Longest first to the rank with least (Graham 1969); then samples of the busiest rank and the idlest change places.
     No rank is without a sample, unless there are fewer samples than ranks.
-
-    Args:
-        costs: Of each sample, above 0.
-        ranks: Number of ranks.
     """
     idlest = [(0.0, rank) for rank in range(ranks)]
     held: list[list[int]] = [[] for _ in range(ranks)]
@@ -64,27 +60,22 @@ def shares(costs: Sequence[float], ranks: int) -> list[int]:
     loads = [load for load, _ in sorted(idlest, key=lambda one: one[1])]
     bound = _ENOUGH * least(costs, ranks)
     for _ in range(4 * ranks):  # so many changes have always been enough in benchmarks/dealing.py
-        if not _change_places(costs, held, loads, bound):
+        if max(loads) <= bound or not _change_places(costs, held, loads):
             break
     owners = {sample: rank for rank, samples in enumerate(held) for sample in samples}
     return [owners[sample] for sample in range(len(costs))]
 
 
-def _change_places(costs: Sequence[float], held: list[list[int]], loads: list[float], bound: float) -> bool:
+def _change_places(costs: Sequence[float], held: list[list[int]], loads: list[float]) -> bool:
     """Let a sample of the busiest rank and one of the idlest change places; return whether it has helped."""
     most, fewest = (loads.index(find(loads)) for find in (max, min))
     gap = loads[most] - loads[fewest]
-    if loads[most] <= bound:
-        return False
-    pairs = itertools.product(range(len(held[most])), range(len(held[fewest])))
-    moved, one, other = min(
-        ((costs[held[most][one]] - costs[held[fewest][other]], one, other) for one, other in pairs),
-        key=lambda pair: abs(gap / 2 - pair[0]),
-        default=(0.0, 0, 0),
-    )
+    pairs = itertools.product(held[most], held[fewest])
+    one, other = min(pairs, key=lambda pair: abs(gap / 2 - costs[pair[0]] + costs[pair[1]]), default=(0, 0))
+    moved = costs[one] - costs[other]
     if not 0.0 < moved < gap:
         return False
-    held[most][one], held[fewest][other] = held[fewest][other], held[most][one]
+    held[most][held[most].index(one)], held[fewest][held[fewest].index(other)] = other, one
     loads[most] -= moved
     loads[fewest] += moved
     return True
@@ -122,59 +113,49 @@ class Dealer:
             RankFailedError: Another rank has failed, or is gone.
         """
         ranks = self._ranks
-        widths = [sum(wide) for runs in part.widths() for samples, wide in runs for _ in range(samples)]
-        said = ranks.exchange("widths", (widths, costs.measured()))
-        loaded = [rank for rank, (of_rank, _) in enumerate(said) for _ in of_rank]
-        if not loaded or self._is_left_out([len(of_rank) for of_rank, _ in said]):
+        said = ranks.exchange("widths", (part.each_width(), costs.measured()))
+        loaded = [rank for rank, (widths, _) in enumerate(said) for _ in widths]
+        if not loaded or self._is_left_out([len(widths) for widths, _ in said]):
             return part
         cost = fitted(one for _, measured in said for one in measured)
-        each = [cost.of(width) for of_rank, _ in said for width in of_rank]
+        each = [cost.of(width) for widths, _ in said for width in widths]
         owners = shares(each, ranks.size)
         if busiest(each, loaded, ranks.size) <= _ENOUGH * busiest(each, owners, ranks.size):
             return part
-        mine = dict(zip((at for at, rank in enumerate(loaded) if rank == ranks.rank), _samples(part), strict=True))
-        sent, lengths, reason = _packed(mine, owners, ranks)
+        places = (place for place, rank in enumerate(loaded) if rank == ranks.rank)
+        held = dict(zip(places, part.each_sample(), strict=True))
+        sent, lengths, reason = _packed(held, owners, ranks)
         answers = ranks.exchange("samples to send", (lengths, reason))
-        if any(why for _, why in answers):
+        if reason := next((why for _, why in answers if why), None):
             self._notices.say(
-                f"samples stay on the ranks that load them, since they cannot be sent to others "
-                f"({next(why for _, why in answers if why)}), so ranks wait for the one with the longest; let the "
-                "dataset return what can be pickled, on the CPU",
+                f"samples stay on the ranks that load them, since they cannot be sent to others ({reason}), so ranks "
+                "wait for the one with the longest; let the dataset return what can be pickled, on the CPU",
                 key="samples that stay",
             )
             return part
-        kept = {place: sample for place, sample in mine.items() if owners[place] == ranks.rank}
-        for received in ranks.swap(sent, lengths, [lengths_of[ranks.rank] for lengths_of, _ in answers]):
-            kept.update(_unpacked(received))
-        return self._window_of(kept).made_of(part)
-
-    def _window_of(self, samples: dict[int, Any]) -> Window:
-        if not samples:
-            return Window.of_spans((), None)
-        places = sorted(samples)
-        window = Window.of_checked([[samples[place] for place in places]], self._split)
-        window.places = places
-        return window
+        held = {place: sample for place, sample in held.items() if owners[place] == ranks.rank}
+        for received in ranks.swap(sent, lengths, [of_rank[ranks.rank] for of_rank, _ in answers]):
+            held.update(_unpacked(received))
+        if not held:
+            return Window.of_spans((), None).made_of(part)
+        found = Window.of_checked([[held[place] for place in sorted(held)]], self._split).made_of(part)
+        found.places = sorted(held)
+        return found
 
 
-def _samples(part: Window) -> list[Any]:
-    return [sample for samples in part.raw() for sample in samples]
-
-
-def _packed(mine: dict[int, Any], owners: Sequence[int], ranks: Ranks) -> tuple[io.BytesIO, list[int], str | None]:
+def _packed(held: dict[int, Any], owners: Sequence[int], ranks: Ranks) -> tuple[io.BytesIO, list[int], str | None]:
     """Return the samples for other ranks, one after the other, the bytes for each, and why they cannot be sent."""
     stream = io.BytesIO()
-    lengths: list[int] = []
+    ends = [0]
     for rank in range(ranks.size):
-        begin = stream.tell()
         try:
-            for place, sample in mine.items() if rank != ranks.rank else ():
+            for place, sample in held.items() if rank != ranks.rank else ():
                 if owners[place] == rank:
                     pickle.dump((place, _on_host(sample)), stream, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001 - of the user's own types; other ranks wait for what is sent
             return stream, [], f"{type(error).__name__}: {first_line(error)}"
-        lengths.append(stream.tell() - begin)
-    return stream, lengths, None
+        ends.append(stream.tell())
+    return stream, [end - begin for begin, end in itertools.pairwise(ends)], None
 
 
 def _on_host(sample: Any) -> Any:

@@ -165,11 +165,11 @@ class Ranks:
         return size
 
     def swap(self, stream: BytesIO, lengths: Sequence[int], expected: Sequence[int]) -> tuple[Tensor, ...]:
-        """Send each rank its part of a stream; return the bytes that each rank has sent to this one.
+        """Send each rank its part of a stream, one after the other; return the bytes that each has sent to this one.
 
         Args:
-            stream: The bytes for rank 0, then those for rank 1, and so on.
-            lengths: How many they are, by rank.
+            stream: The bytes, those for rank 0 first.
+            lengths: How many are for each rank.
             expected: How many each rank sends to this one.
 
         Raises:
@@ -180,11 +180,8 @@ class Ranks:
             stream.seek(0)
             stream.readinto(sent.numpy().data)
             self._last = [sent, received]
-            self._wait(
-                distributed.all_to_all_single(
-                    received, sent, [*expected], [*lengths], group=self._hosts(), async_op=True
-                )
-            )
+            shared = {"group": self._hosts(), "async_op": True}
+            self._wait(distributed.all_to_all_single(received, sent, [*expected], [*lengths], **shared))
         return torch.split(received, [*expected])
 
     def all_reduce(self, tensor: Tensor) -> None:

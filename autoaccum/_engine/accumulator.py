@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._data.batches import largest_first
+from autoaccum._data.order import largest_first
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.window import Engine

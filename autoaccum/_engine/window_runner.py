@@ -11,7 +11,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from autoaccum._data.batches import arranged, largest_first
+from autoaccum._data.order import arranged, largest_first
 from autoaccum._data.splits import ListOfSamples
 from autoaccum._engine import devices, optimizer_modes, optimizers
 from autoaccum._engine.forward_backward import drop_old_gradients

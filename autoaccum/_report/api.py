@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from autoaccum._arguments import check_bool, check_call, check_positive_int, shown
-from autoaccum._data.batches import by_size, count
+from autoaccum._data.batches import count
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.nesting import tensors_in
+from autoaccum._data.order import by_size
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble, check_shapes
 from autoaccum._engine.batchnorm import BatchNorms

@@ -173,11 +173,7 @@ class Cutter:
         return even if self._are_allowed(even, runs) else sizes
 
     def packed(self, each: Sequence[int]) -> list[list[int]]:
-        """Return which samples go together where a micro-batch takes the memory of its tokens, by best fit.
-
-        Args:
-            each: The tokens of each sample, the most first.
-        """
+        """Return which samples go together where they are packed, given the tokens of each, the most first."""
         return packing.best_fit(each, self._within_memory((1,), sum(each)), self.wanted.most)
 
     def _greedy(self, runs: Runs, samples: int) -> tuple[int, ...]:

@@ -136,8 +136,7 @@ class Sizing:
         """Return the order of a window's samples that fills packed micro-batches, given the widest first; else None."""
         if self.is_learning or not (self.cutter.frontier.packs and window.samples):
             return None
-        widths = [sum(wide) for runs in window.widths() for samples, wide in runs for _ in range(samples)]
-        return list(itertools.chain.from_iterable(self.cutter.packed(widths)))
+        return list(itertools.chain.from_iterable(self.cutter.packed(window.each_width())))
 
     def _bytes_copied(self, window: Window) -> float:
         """Return the bytes of an element of a window that is copied to a GPU, on the average; 0 if none is."""

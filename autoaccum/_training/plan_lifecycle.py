@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
-from autoaccum._data.batches import Window, largest_first
+from autoaccum._data.batches import Window
+from autoaccum._data.order import largest_first
 from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.probing import probe
 from autoaccum._engine.window_runner import WindowRunner

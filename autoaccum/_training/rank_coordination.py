@@ -154,12 +154,7 @@ class Coordinator:
         return self.ranks is not None and self._shards and isinstance(self.split, ListOfSamples)
 
     def dealt(self, part: Window, costs: Costs) -> Window:
-        """Return the samples of a window that this process computes, given those that it has loaded, and their costs.
-
-        Raises:
-            InvalidInputError: The split says a cost that is none.
-            RankFailedError: Another rank has failed, or is gone.
-        """
+        """Return the samples of a window that this process computes, as `Dealer.deal`."""
         return part if self._dealer is None else self._dealer.deal(part, costs)
 
     def _drops(self, samples: Sequence[int]) -> bool:
