@@ -47,6 +47,7 @@ HELD_AT_ONCE = 6
 VOCABULARY, PAD = 256, 0
 ODB = Path(__file__).parent.parent / ".venv-odb/bin/python"
 HELD_OUT = 64
+COLUMNS = {"computed_per_token": 2, "failures": 0, "left_out": 0, "loss": 2}  # with digits
 
 
 def texts(spread, count, seed=0):
@@ -227,7 +228,7 @@ def loops(every, room):
     }
     for name, batches_of in of_rows.items():
         rows = most_that_survives(every, ROWS, lambda number, of=batches_of: of(every, number), room)
-        found[name] = f"{rows} rows", lambda of=batches_of, rows=rows: by_hand(every, of(every, rows), room)
+        found[name] = str(rows), lambda of=batches_of, rows=rows: by_hand(every, of(every, rows), room)
     groups = {}
 
     def grouped(budget):
@@ -237,7 +238,7 @@ def loops(every, room):
 
     if ODB.exists():
         budget = most_that_survives(every, BUDGETS, grouped, room)
-        found["online-dynamic-batching"] = f"{budget} tokens", lambda: by_hand(every, grouped(budget), room)
+        found["online-dynamic-batching"] = str(budget), lambda: by_hand(every, grouped(budget), room)
     return found
 
 
@@ -294,16 +295,19 @@ def compared(spread, rounds, steps, room):
 
 
 def table(rows):
+    """Return a row for each loop, with what it has for each spread."""
     lines = [
-        "| CV | loop | set by hand | tokens/s (least to most) | computed per token | failures, texts lost | loss |",
+        "| loop | set by hand | tokens/s (least to most) | computed per token | failures | texts lost | loss |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        speed = "{:.2f} ({:.2f} to {:.2f})".format(*row["ratio"])
-        lines.append(
-            f"| {row['spread']} | {row['loop']} | {row['set'] or 'nothing'} | {speed} | "
-            f"{row['computed_per_token']:.2f} | {row['failures']:.0f}, {row['left_out']:.0f} | {row['loss']:.2f} |"
+    for loop in dict.fromkeys(row["loop"] for row in rows):
+        own = [row for row in rows if row["loop"] == loop]
+        cells = (
+            ["{:.2f} ({:.2f} to {:.2f})".format(*row["ratio"]) for row in own],
+            *([f"{row[name]:.{digits}f}" for row in own] for name, digits in COLUMNS.items()),
         )
+        by_hand = " / ".join(row["set"] for row in own) if own[0]["set"] else "nothing"
+        lines.append("| " + " | ".join([loop, by_hand, *map(" / ".join, cells)]) + " |")
     return "\n".join(lines)
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from long_runs import StopAt, StoppedError
-from ragged import VOCABULARY, lengths_of, texts
+from support.data.ragged import VOCABULARY, lengths_of, texts
+from support.training.long_runs import StopAt, StoppedError
 
 SAMPLES, TARGET, CAPACITY = 480, 48, 400_000
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import autoaccum
-import rank_tokens
 from autoaccum._distributed.process_group import Ranks
-from ragged import lengths_of, padded, texts
+from support.data.ragged import lengths_of, padded, texts
+from support.ranks import tokens
 
 
 class Collator:
@@ -58,7 +58,7 @@ def train(rank, size, lengths=None, *, shuffle=False, kind=dict, cost=None, eval
     split = autoaccum.ListOfSamples(collator) if cost is None else Costed(collator, cost)
     if evaluates:
         options["val_loader"] = loader_of(samples_of(lengths_of(30, seed=4)), shuffle=False)
-    result, model = rank_tokens.run(loader_of(samples, shuffle), split=split, **options)
+    result, model = tokens.run(loader_of(samples, shuffle), split=split, **options)
     return {
         "parameters": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
         "losses": [report.loss for report in result.history],
