@@ -14,8 +14,8 @@ batches that do not fit count as failures, of which a loop by hand leaves the te
 
 Loops run whole, in turn, in another order each round. Prints the tokens of texts per second against the fixed batch of
 the round (the median of the rounds, with the least and the most), the tokens computed for one of a text, the failures,
-and the loss on other texts at the end. The first steps, in which `fit` searches, are left out of the times, and times
-include that the simulated device counts memory.
+and the loss on other texts at the end. Seconds are those of the processor, on one thread, so that other work on the
+machine counts little; the first steps, in which `fit` searches, are left out, and counting memory is included.
 
     python benchmarks/tokens.py [--rounds 3] [--steps 24] [--page docs/batches.md] [--out FILE]
 """
@@ -108,7 +108,7 @@ class Counted:
     def __init__(self):
         self.model = llama()
         self.computed, self.failures, self.left_out = 0, 0, 0
-        self.began, self.ended = time.perf_counter(), []
+        self.began, self.ended = time.process_time(), []
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, _, __, named):
@@ -135,7 +135,7 @@ def by_hand(every, batches, room):
                     found.failures, found.left_out = found.failures + 1, found.left_out + len(places)
             optimizer.step()
             optimizer.zero_grad()
-            found.ended.append(time.perf_counter())
+            found.ended.append(time.process_time())
     return found
 
 
@@ -158,7 +158,7 @@ class Clock(autoaccum.Callback):
 
     def on_step(self, *_, **__):
         """Note the time."""
-        self.found.ended.append(time.perf_counter())
+        self.found.ended.append(time.process_time())
 
 
 def by_fit(every, room, *, as_lists):
@@ -319,6 +319,7 @@ def main():
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     os.environ["AUTOACCUM_CACHE_DIR"] = ""  # each run searches anew
+    torch.set_num_threads(1)
     room = capacity()
     print(f"a device of {room / 2**20:.1f} MiB", file=sys.stderr)
     rows = [row for spread in SPREADS for row in compared(spread, options.rounds, options.steps, room)]
