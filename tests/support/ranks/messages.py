@@ -94,7 +94,9 @@ class NotAnswering(autoaccum.Callback):
         if report.step == 2 and self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if report.step == 2 and self.how == "stopped":
-            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            own = os.getpid()
+            waits = f"until grep -q '^State:.T' /proc/{own}/status; do sleep 0.1; done"
+            subprocess.Popen(["/bin/sh", "-c", f"{waits}; sleep 1; kill -CONT {own}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         if report.step == 2 and self.how == "asleep":
             time.sleep(8)
