@@ -1,6 +1,6 @@
 """Measures loops over texts of unlike length, side by side on a device near its limit.
 
-For three spreads of length (log-normal, of mean 120), five loops train a small Llama on the same texts, in optimizer
+For three spreads of length (log-normal, of mean 80), five loops train a small Llama on the same texts, in optimizer
 steps of 64 texts and with the same seed and rate, on a simulated device that holds 6 of the longest texts at once:
 
 * lists of samples in `fit`, and padded batches of 8 in `fit`: nothing is set;
@@ -12,42 +12,42 @@ The rows, and the budget, are the most with which the first 4 steps run through,
 batches that do not fit count as failures, of which a loop by hand leaves the texts out, where a run would have ended.
 `fit` makes such a step again.
 
-Loops run whole, in turn, in another order each round. Prints the tokens of texts per second against the fixed batch of
-the round (the median of the rounds, with the least and the most), the tokens computed for one of a text, the failures,
-and the loss on other texts at the end. Seconds are those of the processor, on one thread, so that other work on the
-machine counts little; the first steps, in which `fit` searches, are left out, and counting memory is included.
+Prints the tokens of texts per second against the fixed batch (the median of the steps with its quartiles), the tokens
+computed for one of a text in these steps, the failures of all steps, and the loss on other texts at the end. The first
+20 steps, in which `fit` searches and times, are left out of the former two. Seconds are those of the processor, on one
+thread, so that other work on the machine counts little; counting memory is included.
 
-    python benchmarks/tokens.py [--rounds 3] [--steps 24] [--page docs/batches.md] [--out FILE]
+    python benchmarks/tokens.py [--steps 48] [--page docs/batches.md] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
-from measuring import keep, machine, write_into
+from measuring import keep, machine, quartiles, write_into
 from torch import nn
 
 import autoaccum
 
 SPREADS = (0.29, 0.6, 1.0)
-MEAN, SHORTEST, LONGEST = 120, 8, 768
-SAMPLES, SURVIVED, WARM_UP = 64, 4, 8
+MEAN, SHORTEST, LONGEST = 80, 8, 512
+SAMPLES, SURVIVED, WARM_UP = 64, 4, 20
 OF_LOADER = 8
 HELD_AT_ONCE = 6
 VOCABULARY, PAD = 256, 0
 ODB = Path(__file__).parent.parent / ".venv-odb/bin/python"
 HELD_OUT = 64
-COLUMNS = {"computed_per_token": 2, "failures": 0, "left_out": 0, "loss": 2}  # with digits
+COLUMNS = {"computed_per_token_later": 2, "failures": 0, "left_out": 0, "loss": 2}  # with digits
 
 
 def texts(spread, count, seed=0):
@@ -77,7 +77,7 @@ def llama(vocabulary=VOCABULARY, width=96, layers=2):
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=4,
+            num_attention_heads=4, num_key_value_heads=4, use_cache=False,
         )
     )  # fmt: skip
 
@@ -100,19 +100,28 @@ class Counted:
 
     Attributes:
         computed: Tokens that the model has computed in training.
+        later: Those of the steps that are timed.
         ended: When each step ended.
+        real: The tokens of its texts.
         failures: How often memory ran out.
         left_out: Texts that were left out.
     """
 
     def __init__(self):
         self.model = llama()
-        self.computed, self.failures, self.left_out = 0, 0, 0
-        self.began, self.ended = time.process_time(), []
+        self.computed, self.later, self.failures, self.left_out = 0, 0, 0, 0
+        self.ended, self.real = [], []
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, _, __, named):
-        self.computed += named["input_ids"].numel()
+        if self.model.training:
+            self.computed += named["input_ids"].numel()
+            self.later += named["input_ids"].numel() * (len(self.ended) > WARM_UP)
+
+    def note(self, real):
+        """Note that a step of so many tokens of text has ended."""
+        self.ended.append(time.process_time())
+        self.real.append(real)
 
 
 def optimizer_of(parameters):
@@ -135,7 +144,7 @@ def by_hand(every, batches, room):
                     found.failures, found.left_out = found.failures + 1, found.left_out + len(places)
             optimizer.step()
             optimizer.zero_grad()
-            found.ended.append(time.process_time())
+            found.note(sum(len(every[place]) for places in step for place in places))
     return found
 
 
@@ -151,14 +160,15 @@ def steps_of(batches):
 
 
 class Clock(autoaccum.Callback):
-    """Notes when steps end."""
+    """Notes when steps end, which take the texts in turn."""
 
-    def __init__(self, found):
-        self.found = found
+    def __init__(self, found, every):
+        self.found, self.every = found, every
 
     def on_step(self, *_, **__):
         """Note the time."""
-        self.found.ended.append(time.process_time())
+        at = len(self.found.ended) * SAMPLES
+        self.found.note(sum(map(len, self.every[at : at + SAMPLES])))
 
 
 def by_fit(every, room, *, as_lists):
@@ -173,7 +183,7 @@ def by_fit(every, room, *, as_lists):
         device=autoaccum.Simulated(room),
         precision="fp32",
         split=autoaccum.ListOfSamples(padded) if as_lists else None,
-        callbacks=[Clock(found)],
+        callbacks=[Clock(found, every)],
         progress=False,
     )
     found.failures = result.oom_events
@@ -251,53 +261,39 @@ def loss_of(model, held_out):
         return float(model(**padded(held_out)).loss)
 
 
-def speed_of(found, real):
-    """Return the tokens of texts per second after the first steps, of which each has about as many."""
-    part = 1 - WARM_UP / len(found.ended)
-    return part * real / (found.ended[-1] - found.ended[WARM_UP - 1])
+def speeds_of(found):
+    """Return the tokens of texts per second in each step after the first ones."""
+    seconds = [end - begin for begin, end in itertools.pairwise(found.ended)]
+    return [real / each for real, each in zip(found.real[1:], seconds, strict=True)][WARM_UP:]
 
 
-def compared(spread, rounds, steps, room):
+def compared(spread, steps, room):
+    """Return what each loop has done, in words and numbers."""
     every, held_out = texts(spread, SAMPLES * steps), texts(spread, HELD_OUT, seed=1)
-    real = sum(map(len, every))
-    named = loops(every, room)
-    runs = {name: [] for name in named}
-    for number in range(rounds):
-        for name in list(named)[:: 1 if number % 2 else -1]:
-            found = named[name][1]()
-            runs[name].append(
-                {
-                    "tokens_a_second": speed_of(found, real),
-                    "computed_per_token": found.computed / real,
-                    "failures": found.failures,
-                    "left_out": found.left_out,
-                    "loss": loss_of(found.model, held_out),
-                }
-            )
-            print(spread, name, runs[name][-1], file=sys.stderr, flush=True)
-    first = [one["tokens_a_second"] for one in runs["fixed batch"]]
     rows = []
-    for name, of_rounds in runs.items():
-        ratios = [one["tokens_a_second"] / other for one, other in zip(of_rounds, first, strict=True)]
-        rows.append(
-            {
-                "spread": spread,
-                "loop": name,
-                "set": named[name][0],
-                "ratio": [statistics.median(ratios), min(ratios), max(ratios)],
-                "computed_per_token": statistics.median(one["computed_per_token"] for one in of_rounds),
-                "failures": statistics.median(one["failures"] for one in of_rounds),
-                "left_out": statistics.median(one["left_out"] for one in of_rounds),
-                "loss": statistics.median(one["loss"] for one in of_rounds),
-            }
-        )
-    return rows
+    for name, (by_hand_set, train) in loops(every, room).items():
+        found = train()
+        row = {
+            "spread": spread,
+            "loop": name,
+            "set": by_hand_set,
+            "tokens_a_second": quartiles(speeds_of(found)),
+            "computed_per_token": found.computed / sum(map(len, every)),
+            "computed_per_token_later": found.later / sum(found.real[WARM_UP + 1 :]),
+            "failures": found.failures,
+            "left_out": found.left_out,
+            "loss": loss_of(found.model, held_out),
+        }
+        print(row, file=sys.stderr, flush=True)
+        rows.append(row)
+    (base,) = (row["tokens_a_second"][1] for row in rows if row["loop"] == "fixed batch")
+    return [row | {"ratio": [one / base for one in row["tokens_a_second"]]} for row in rows]
 
 
 def table(rows):
     """Return a row for each loop, with what it has for each spread."""
     lines = [
-        "| loop | set by hand | tokens/s (least to most) | computed per token | failures | texts lost | loss |",
+        "| loop | set by hand | tokens/s (quartiles) | computed per token | failures | texts lost | loss |",
         "|---|---|---|---|---|---|---|",
     ]
     for loop in dict.fromkeys(row["loop"] for row in rows):
@@ -313,8 +309,7 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--page", type=Path, default=None, help="write the table between the markers of this page")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
@@ -322,7 +317,7 @@ def main():
     torch.set_num_threads(1)
     room = capacity()
     print(f"a device of {room / 2**20:.1f} MiB", file=sys.stderr)
-    rows = [row for spread in SPREADS for row in compared(spread, options.rounds, options.steps, room)]
+    rows = [row for spread in SPREADS for row in compared(spread, options.steps, room)]
     text = table(rows)
     print(text)
     if options.page is not None:
