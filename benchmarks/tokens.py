@@ -1,7 +1,8 @@
 """Measures loops over texts of unlike length, side by side on a device near its limit.
 
 For three spreads of length (log-normal, of mean 80), five loops train a small Llama on the same texts, in optimizer
-steps of 64 texts and with the same seed and rate, on a simulated device that holds 6 of the longest texts at once:
+steps of 64 texts (by hand: of as many batches as make 64 or more), with the same seed and rate, on a simulated device
+that holds 6 of the longest texts at once:
 
 * lists of samples in `fit`, and padded batches of 8 in `fit`: nothing is set;
 * a fixed batch: so many rows at once, padded as they come;
@@ -14,10 +15,11 @@ batches that do not fit count as failures, of which a loop by hand leaves the te
 
 Prints the tokens of texts per second against the fixed batch (the median of the steps with its quartiles), the tokens
 computed for one of a text in these steps, the failures of all steps, and the loss on other texts at the end. The first
-20 steps, in which `fit` searches and times, are left out of the former two. Seconds are those of the processor, on one
-thread, so that other work on the machine counts little; counting memory is included.
+8 steps, in which `fit` searches, are left out of the former two. Seconds are those of the processor, on one thread, so
+that other work on the machine counts little; counting memory is included. With fewer than 40 steps `fit` does not
+compare sizes by the clock.
 
-    python benchmarks/tokens.py [--steps 48] [--page docs/batches.md] [--out FILE]
+    python benchmarks/tokens.py [--steps 20] [--page docs/batches.md] [--out FILE]
 """
 
 from __future__ import annotations
@@ -31,17 +33,19 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from measuring import keep, machine, quartiles, write_into
+from measuring import keep, machine, quartiles, told, write_into
 from torch import nn
 
 import autoaccum
 
 SPREADS = (0.29, 0.6, 1.0)
 MEAN, SHORTEST, LONGEST = 80, 8, 512
-SAMPLES, SURVIVED, WARM_UP = 64, 4, 20
+SAMPLES, SURVIVED, WARM_UP = 64, 4, 8
 OF_LOADER = 8
 HELD_AT_ONCE = 6
 VOCABULARY, PAD = 256, 0
@@ -269,6 +273,7 @@ def speeds_of(found):
 
 def compared(spread, steps, room):
     """Return what each loop has done, in words and numbers."""
+    torch.set_num_threads(1)
     every, held_out = texts(spread, SAMPLES * steps), texts(spread, HELD_OUT, seed=1)
     rows = []
     for name, (by_hand_set, train) in loops(every, room).items():
@@ -299,7 +304,7 @@ def table(rows):
     for loop in dict.fromkeys(row["loop"] for row in rows):
         own = [row for row in rows if row["loop"] == loop]
         cells = (
-            ["{:.2f} ({:.2f} to {:.2f})".format(*row["ratio"]) for row in own],
+            [told(row["ratio"]) for row in own],
             *([f"{row[name]:.{digits}f}" for row in own] for name, digits in COLUMNS.items()),
         )
         by_hand = " / ".join(row["set"] for row in own) if own[0]["set"] else "nothing"
@@ -309,7 +314,7 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--page", type=Path, default=None, help="write the table between the markers of this page")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
@@ -317,7 +322,9 @@ def main():
     torch.set_num_threads(1)
     room = capacity()
     print(f"a device of {room / 2**20:.1f} MiB", file=sys.stderr)
-    rows = [row for spread in SPREADS for row in compared(spread, options.steps, room)]
+    with ProcessPoolExecutor(len(SPREADS), get_context("spawn")) as pool:  # a process for each spread
+        found = pool.map(compared, SPREADS, [options.steps] * len(SPREADS), [room] * len(SPREADS))
+        rows = list(itertools.chain.from_iterable(found))
     text = table(rows)
     print(text)
     if options.page is not None:
@@ -327,7 +334,6 @@ def main():
         {
             "machine": machine(("transformers",)),
             "capacity": room,
-            "rounds": options.rounds,
             "steps": options.steps,
             "rows": rows,
         },

@@ -295,10 +295,7 @@ class Window(Sequence[Any]):
         return self._tensors
 
     def data_bytes(self) -> int:
-        """What the loader's batches of its pieces keep in memory, those of which it has a part only included.
-
-        And those of the window that it was made of, which is still there.
-        """
+        """What the loader's batches of its pieces, and of the window that it was made of, keep in memory as a whole."""
         tensors = itertools.chain(self._tensors, () if self._origin is None else self._origin.tensors())
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

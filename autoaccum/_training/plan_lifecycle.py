@@ -90,8 +90,8 @@ class PlanLifecycle:
         self._step = step = call.step
         self._target_batch = target = call.world.target_batch
         self._asked = step.options.micro_batch
-        # None where no window reaches it.
-        self._cap = call.cap if call.cap is None or call.cap < target or call.world.deals else None
+        deals = call.world.deals and call.grows_from is None  # so that windows may exceed this rank's share
+        self._cap = call.cap if call.cap is None or call.cap < target or deals else None
         self._searches = self._asked == "auto" and call.grows_from is None
         # A loss over the whole window needs to know the whole cut beforehand.
         self._tries_before = self._searches and step.options.loss_scope == "window"

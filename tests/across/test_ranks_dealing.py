@@ -145,6 +145,11 @@ def test_samples_that_cannot_be_pickled_stay_and_it_is_said_once(rank_pool):
     assert spoken.count("samples stay on the ranks that load them, since they cannot be sent to others") == 1
 
 
+def test_samples_stay_in_windows_in_which_noise_is_measured(rank_pool):
+    for swaps, _ in rank_pool.run("dealing:sizes_swapped", LONG[:24] * 4, size=2, noise_scale=2, **WINDOW):
+        assert len(swaps) == 2  # of four windows
+
+
 def test_exchange_holds_no_more_than_the_samples_of_a_window(rank_pool):
     for swaps, of_window in rank_pool.run("dealing:sizes_swapped", LONG[:24] * 2, size=2, **WINDOW):
         assert len(swaps) == 2
