@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from measuring import keep, machine
-from tokens import llama, padded
+from tokens import VOCABULARY, llama, padded
 from torch import distributed, multiprocessing
 
 import autoaccum
@@ -63,7 +63,7 @@ def timed():
     model, costs = llama(), Costs()
     for width in [WIDTHS[0], *WIDTHS * TIMES]:
         samples = 2048 // width
-        batch = padded([torch.randint(1, 2000, (width,)) for _ in range(samples)])
+        batch = padded([torch.randint(1, VOCABULARY, (width,)) for _ in range(samples)])
         began = time.process_time()
         model(**batch).loss.backward()
         costs.note(samples, width, time.process_time() - began)
