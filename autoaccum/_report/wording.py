@@ -289,10 +289,8 @@ def _remedies(report: ReportContents) -> Section:
     rows = []
     for one in report.remedies:
         more = " or more" if one.micro_batch >= most else ""  # larger ones were not tried
-        fits = (
-            f"micro-batches of {one.micro_batch}{more} ({one.safe_micro_batch} safely), {format_bytes(one.peak_bytes)}"
-        )
-        rows.append((one.name, f"{fits}. Cost: {one.cost}. How: {one.description}"))
+        fits = f"{one.micro_batch}{more} ({one.safe_micro_batch} safely), {format_bytes(one.peak_bytes)}"
+        rows.append((f"save_memory={one.save_memory!r}", f"micro-batches of {fits}"))
     return Section(f"What would help on {report.remedies_on}", (), tuple(rows))
 
 
