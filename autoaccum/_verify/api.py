@@ -160,10 +160,12 @@ def _splits(target_batch: int, world_size: int, most: int | None) -> Iterator[Si
 
 def _check_follows(whole: Run, split: Run) -> None:
     """Raise if a run is the same with other sizes."""
-    if (whole.rows, whole.backwards) == (split.rows, split.backwards):
+    if (whole.elements, whole.backwards) == (split.elements, split.backwards):
         raise InvalidInputError(f"{split.name} does the same as {whole.name}: micro_batch and accum_steps are ignored")
     times = split.accum_steps / whole.accum_steps
-    if whole.rows and whole.rows[-1] == split.rows[-1] and sum(split.rows) == times * sum(whole.rows):
-        raise InvalidInputError(
-            f"{split.name} passes {split.rows[-1]} samples at once, as {whole.name} does: micro_batch is ignored"
-        )
+    if (
+        whole.elements
+        and set(whole.elements) == set(split.elements)
+        and len(split.elements) == times * len(whole.elements)
+    ):
+        raise InvalidInputError(f"{split.name} passes as many samples at once as {whole.name}: micro_batch is ignored")
