@@ -251,7 +251,7 @@ LOSES = f"import sys, verify_faults; verify_faults.loop({COUNTS}, 1, loss_of={NO
     ("source", "text"),
     [
         (IGNORES, "2 x 2 does the same as 4 x 1: micro_batch and accum_steps are ignored"),
-        (LOSES, r"gradients are NaN or infinite \(4 x 1, step 1, 0 and 3\); mend that first"),
+        (LOSES, r"gradients are NaN or infinite \(4 x 1, step 1, 0, 3\); mend that first"),
     ],
 )
 def test_command_that_ignores_its_placeholders_or_makes_nan_is_told(source, text, monkeypatch):
