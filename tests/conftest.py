@@ -1,6 +1,6 @@
 """What every test gets: seeded generators, and a guard against whatever would leak into the next test."""
 
-import kept_bytecode  # noqa: F401 - first, since what follows is large
+from support.processes import kept_bytecode  # noqa: F401 - first, since what follows is large
 
 # isort: split
 
@@ -19,10 +19,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-import sharing_out
 from autoaccum._system.output import write_line
-from crew import Crew
-from depends_on_load import DEPENDS_ON_LOAD
+from support.processes import sharing_out
+from support.processes.depends_on_load import DEPENDS_ON_LOAD
+from support.ranks.pool import RankPool
 
 try:
     import resource
@@ -241,8 +241,8 @@ def two_threads():
 
 
 @pytest.fixture(scope="session")
-def crew():
+def rank_pool():
     """Four processes for tests of several ranks, started when they are first needed."""
-    members = Crew(4)
+    members = RankPool(4)
     yield members
     members.close()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import autoaccum
-from depends_on_load import DEPENDS_ON_LOAD
-from folders import ROOT, TESTS
+from support.processes.depends_on_load import DEPENDS_ON_LOAD
+from support.processes.folders import ROOT, TESTS
 
 PACKAGE = Path(autoaccum.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from wrapped import LONG_S, is_running, python, run, start, told, until
+from support.processes.wrapped import LONG_S, is_running, python, run, start, told, until
 
 NOISY = """
 import os, sys
