@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from verify_faults import CLASSES, WIDTH, loop, micro_batches, network, samples
+from support.losses.accumulation_faults import CLASSES, WIDTH, loop, micro_batches, network, samples
 
 
 def divides_after_the_last_backward_pass(micro_batch, accum_steps):

@@ -242,8 +242,10 @@ def test_script_in_a_shell_that_catches_everything_ends_at_its_first_step(tmp_pa
 
 NO_LOSS = "lambda outputs, y: (outputs * float('nan')).sum()"
 COUNTS = "int(sys.argv[1]), int(sys.argv[2])"
-IGNORES = "import sys, verify_faults; verify_faults.loop(4, 1, 1)"
-LOSES = f"import sys, verify_faults; verify_faults.loop({COUNTS}, 1, loss_of={NO_LOSS})"
+IGNORES = "import sys; from support.losses import accumulation_faults as faults; faults.loop(4, 1, 1)"
+LOSES = (
+    f"import sys; from support.losses import accumulation_faults as faults; faults.loop({COUNTS}, 1, loss_of={NO_LOSS})"
+)
 
 
 @pytest.mark.slow
@@ -264,7 +266,8 @@ def test_command_that_ignores_its_placeholders_or_makes_nan_is_told(source, text
 FORKS = """
 import importlib.util, os, sys, time
 assert importlib.util.find_spec("torch")
-import torch, verify_faults
+import torch
+from support.losses import accumulation_faults as faults
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -273,7 +276,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 if os.fork() == 0:
-    verify_faults.not_divided(int(sys.argv[2]), int(sys.argv[3]), True)
+    faults.not_divided(int(sys.argv[2]), int(sys.argv[3]), True)
 os.wait()
 """
 
@@ -290,12 +293,13 @@ def test_training_in_a_forked_process_is_seen_and_nothing_of_it_survives(tmp_pat
 
 
 COMPILES = f"""
-import sys, torch, verify_faults
+import sys, torch
+from support.losses import accumulation_faults as faults
 def made(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     return type("", (), {{"step": staticmethod(step), "zero_grad": staticmethod(optimizer.zero_grad)}})()
-verify_faults.loop({COUNTS}, 1, model=torch.compile(verify_faults.network(), backend="eager"), optimizer=made)
+faults.loop({COUNTS}, 1, model=torch.compile(faults.network(), backend="eager"), optimizer=made)
 """
 
 

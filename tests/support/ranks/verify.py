@@ -1,4 +1,4 @@
-"""Loops on several ranks for `autoaccum verify`: torchrun verify_ranks.py KIND MICRO_BATCH ACCUM_STEPS."""
+"""Loops on several ranks for `autoaccum verify`: torchrun verify.py KIND MICRO_BATCH ACCUM_STEPS."""
 
 import contextlib
 import sys
