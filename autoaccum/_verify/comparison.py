@@ -174,17 +174,16 @@ class _Comparison:
     def _clipped_by_hand(self) -> str:
         """Gradients are perhaps equal because the loop gave them equal norms after the last backward pass."""
         for before, after in zip(self._a.seen, self._b.seen, strict=False):
-            factors = before["factor"], after["factor"]
-            divided = (abs(factor * n - 1) < _NEAR for factor, n in zip(factors, self._steps, strict=True) if factor)
-            if all(factors) and abs(factors[0] - 1) > self._base and not all(divided):
-                ratio = factors[0] / factors[1]
-                if abs(ratio - 1) > self._tolerance:
-                    return f"perhaps clipped to equal norms; before that, {self._times(ratio)}"
+            factor, its = before["factor"], after["factor"]
+            if factor and its and abs(factor - 1) > self._base and abs(factor / its - 1) > self._tolerance:
+                is_mean = all(abs(one * n - 1) < _NEAR for one, n in zip((factor, its), self._steps, strict=True))
+                if not is_mean:  # it divides after the last backward pass
+                    return f"perhaps clipped to equal norms; before that, {self._times(factor / its)}"
         return ""
 
     def _other_rate(self) -> str:
-        for rate, other in zip(self._a.all("rates"), self._b.all("rates"), strict=True):
-            if rate is not None and other is not None and not math.isclose(rate, other, rel_tol=1e-6):
+        for rate, other in zip(self._a.all("rates"), self._b.all("rates"), strict=False):
+            if not math.isclose(rate, other, rel_tol=1e-6):
                 return f"the learning rate is {other:.4g}, not {rate:.4g}: its schedule moves with micro-batches"
         return ""
 
@@ -241,19 +240,16 @@ class _Comparison:
         weights = torch.linalg.lstsq(parts.flatten(1).T, self._a.gradient.reshape(-1, 1), driver="gelsd").solution
         total = (parts * weights.reshape(-1, 1, 1)).sum(0)
         share = weights.flatten() / weights.mean()
-        if _off(total, self._a.gradient) > self._tolerance or float((share - 1).abs().max()) < _NEAR:
+        differ = float((share - 1).abs().max()) > _NEAR and float(share.min()) > _NEAR
+        if _off(total, self._a.gradient) > self._tolerance or not differ:
             return ""
-        reason = ""
-        for what, unit in (("labels", "labels"), ("rows", "samples")):
-            counted = torch.tensor(self._b.seen[0][what], dtype=torch.float64)
-            if len(counted) == len(share) and float((counted / counted.mean() - share).abs().max()) < 10 * _NEAR:
-                reason = f", by their {unit}"
-                break
+        labels = torch.tensor(self._b.seen[0]["labels"], dtype=torch.float64)
+        is_by_labels = labels.shape == share.shape and float((labels / labels.mean() - share).abs().max()) < 10 * _NEAR
         scale = 1 / float(weights.mean())
         beside = f"; beside that, {self._times(scale)}" if abs(scale - 1) > _NEAR else ""
         return (
             f"a mean of means: micro-batches count alike, and should count {share.min():.2f} to {share.max():.2f} "
-            f"times as much{reason}{beside}"
+            f"times as much{', by their labels' if is_by_labels else ''}{beside}"
         )
 
     def _modules_off(self) -> dict[str, float]:

@@ -54,9 +54,7 @@ class _Seen:
         self.unclipped: dict[int, torch.Tensor] = {}  # by the clip since the last backward pass
         self.done: set[str] = set()  # to the gradients since the last backward pass
         self.known: torch.Tensor | None = None  # after the last backward pass, unscaling or clip that was seen
-        self.window: dict[str, Any] = {
-            name: [] for name in ("parts", "rows", "elements", "labels", "samples", "between")
-        }
+        self.window: dict[str, Any] = {name: [] for name in ("parts", "elements", "labels", "samples", "between")}
 
     def skip(self) -> None:
         self.skipped += 1
@@ -98,7 +96,7 @@ class Observer:
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._depth = self._labels = self._backwards = 0
         self._is_busy = False  # in a backward pass
-        self._random: Any = None  # the state outside of forward passes
+        self._random: Any = None  # that of a forward pass
         self._batchnorm: set[str] = set()  # kinds in training mode
         self._types: set[str] = set()  # of outputs and gradients
 
@@ -143,10 +141,11 @@ class Observer:
             self._set(module, drop, 0.0)
         self._depth += 1
         if self._depth == 1 and not self._is_busy and torch.is_grad_enabled():
-            on_gpus = torch.cuda.get_rng_state_all() if _uses_cuda() else []
-            self._random = (torch.get_rng_state(), on_gpus)
+            gpus = range(torch.cuda.device_count()) if _uses_cuda() else ()
+            self._random = torch.random.fork_rng(gpus)
+            self._random.__enter__()
             torch.default_generator.manual_seed(self._seed)
-            if on_gpus:
+            if gpus:
                 torch.cuda.manual_seed_all(self._seed)
 
     def _after_forward(self, module: nn.Module, args: Any, named: Any, output: Any = None) -> None:
@@ -160,10 +159,8 @@ class Observer:
             self._batchnorm.add(type(module).__name__)
         if self._depth or not self._random:
             return
-        (state, on_gpus), self._random = self._random, None
-        torch.set_rng_state(state)
-        if on_gpus:
-            torch.cuda.set_rng_state_all(on_gpus)
+        self._random.__exit__(None, None, None)
+        self._random = None
         tensors = list(_tensors((args, named)))
         if output is not None and not any(one.requires_grad for one in tensors):  # else a loss, or a later part
             self._roots[id(module)] = weakref.ref(module)
@@ -176,7 +173,6 @@ class Observer:
             self._types |= {str(torch.get_autocast_dtype(kind))} if torch.is_autocast_enabled(kind) else set()
             numbers = _rows(tensors)
             for seen in self.optimizers:
-                seen.window["rows"].append(len(numbers))
                 seen.window["elements"].append(tensors[0].numel())
                 seen.window["samples"] += numbers
             labels = [one for one in tensors if not one.is_floating_point() and (one == _IGNORED_LABEL).any()]
@@ -267,7 +263,7 @@ class Observer:
             name = names.get(id(one), "a parameter of no known module")
             gradients.append([name, None if one.grad is None else unclipped.tolist()])
             self._types |= set() if one.grad is None else {str(one.grad.dtype)}
-        rates = [None if group.get("lr") is None else float(group["lr"]) for group in optimizer.param_groups]
+        rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
         step = {"gradients": gradients, "rates": rates, "skipped": seen.skipped, "factor": _ratio(now, seen.known)}
         seen.steps.append({**seen.window, **step})
         seen.begin()
