@@ -92,24 +92,25 @@ class Run:
             yield step, their
 
 
-def compare(
-    whole: Run, again: Run, splits: Sequence[Run], world_size: int
-) -> tuple[list[SplitCheck], float, tuple[str, ...]]:
-    """Return what each split shows, by how much two equal runs differ, and what else is to be said.
-
-    Raises:
-        InvalidInputError: Nothing can be said: gradients are NaN, or two equal runs differ too much.
-    """
+def check_noise(whole: Run, again: Run) -> list[list[float]]:
+    """Return by how much two equal runs differ, for each optimizer in each step; raise if that is too much."""
     if not any(step.gradient.any() for step in chain.from_iterable(whole.steps)):
         raise InvalidInputError(f"every gradient is 0 ({whole.name}); perhaps the loop clears them before it steps")
-    places = range(len(whole.steps))
-    noises = [[_off(b.gradient, a.gradient) for a, b in whole.pairs(again, place)] for place in places]
+    noises = [[_off(b.gradient, a.gradient) for a, b in whole.pairs(again, n)] for n in range(len(whole.steps))]
     noise = max(steps[0] for steps in noises if steps)
     if noise > _MOST_NOISE:
         raise InvalidInputError(
             f"two equal runs ({whole.name}) differ by {noise:.0%}, too much to compare splits; fix the seed of the "
             "weights and the order of the samples; a model that draws random numbers by itself cannot be compared"
         )
+    return noises
+
+
+def compare(
+    whole: Run, again: Run, noises: list[list[float]], splits: Sequence[Run], world_size: int
+) -> tuple[list[SplitCheck], float, tuple[str, ...]]:
+    """Return what each split shows, by how much two equal runs differ, and what else is to be said."""
+    places, noise = range(len(whole.steps)), max(steps[0] for steps in noises if steps)
     notes = [f"{whole.optimizers[place]} made no step, and was not compared" for place in places if not noises[place]]
     if noise > whole.tolerance:
         notes.append(f"two equal runs differ by {noise:.1e}, for randomness in the model; that counts as noise")

@@ -300,6 +300,9 @@ def observe_process(settings: str) -> None:
     given = json.loads(settings)
     folder, process = Path(given.pop("folder")), os.getpid()
     random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if "numpy" in sys.modules:  # torch imports it where there is one
+        sys.modules["numpy"].random.seed(0)
     torch.use_deterministic_algorithms(given.pop("deterministic"), warn_only=True)
 
     def write() -> None:

@@ -292,6 +292,44 @@ def test_training_in_a_forked_process_is_seen_and_nothing_of_it_survives(tmp_pat
     assert not any(is_running(int(one)) for one in daemons)
 
 
+UNSEEDED = f"""
+import random, sys
+import numpy, torch
+from support.losses import accumulation_faults as faults
+x = torch.randn(8, 6) + torch.from_numpy(numpy.random.rand(8, 6)).float() + random.random()
+model = torch.nn.Linear(6, 5)
+faults.loop({COUNTS}, int(sys.argv[2]), model=model, data=[x, torch.arange(8) % 5])
+"""
+
+
+@pytest.mark.slow
+def test_command_without_a_seed_is_compared(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+    found = verify([sys.executable, "-c", UNSEEDED, *SIZES], 2)
+
+    assert found, str(found)
+    assert found.noise == 0
+
+
+TELLS = f"""
+import sys, torch
+from support.losses import accumulation_faults as faults
+print("run", file=open(sys.argv[3], "a"))
+torch.seed()
+faults.loop({COUNTS}, 1, model=torch.nn.Linear(6, 5))
+"""
+
+
+@pytest.mark.slow
+def test_runs_that_cannot_be_compared_are_told_before_the_splits_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    with pytest.raises(InvalidInputError, match=r"two equal runs \(4 x 1\) differ by .* fix the seed"):
+        verify([sys.executable, "-c", TELLS, *SIZES, tmp_path / "runs"])
+
+    assert len((tmp_path / "runs").read_text().splitlines()) == 2
+
+
 COMPILES = f"""
 import sys, torch
 from support.losses import accumulation_faults as faults
