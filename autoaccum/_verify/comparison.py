@@ -185,7 +185,7 @@ class _Comparison:
     def _other_rate(self) -> str:
         for rate, other in zip(self._a.all("rates"), self._b.all("rates"), strict=False):
             if not math.isclose(rate, other, rel_tol=1e-6):
-                return f"the learning rate is {other:.4g}, not {rate:.4g}: its schedule moves with micro-batches"
+                return f"the learning rate is {other:.4g}, not {rate:.4g}; perhaps its schedule counts micro-batches"
         return ""
 
     def _other_size(self) -> str:
