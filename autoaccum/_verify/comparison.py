@@ -139,7 +139,7 @@ def compare(
 def _off(one: torch.Tensor, of: torch.Tensor) -> float:
     """Return the norm of the difference, relative to that of a gradient."""
     difference, size = float((one - of).norm()), float(of.norm())
-    return difference / size if size else math.inf if difference else 0.0
+    return difference / size if size else 1.0 if difference else 0.0
 
 
 class _Comparison:

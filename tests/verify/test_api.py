@@ -1,6 +1,7 @@
 """`autoaccum.verify` in a process: what it returns, what it leaves alone, and what it cannot say."""
 
 import contextlib
+import json
 import pickle
 
 import pytest
@@ -325,3 +326,19 @@ def test_what_nothing_can_be_said_of_is_one_sentence(train, target, options, tex
     with pytest.raises(autoaccum.InvalidInputError, match=text) as raised:
         autoaccum.verify(train, target, **options)
     assert "\n" not in str(raised.value)
+
+
+def test_gradient_that_only_parts_have_is_told_in_numbers_that_json_has():
+    def train(micro_batch, accum_steps):
+        model, idle = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, idle)]
+        for _ in range(accum_steps):
+            outputs = model(torch.ones(micro_batch, 2)) + (accum_steps > 1) * idle(torch.ones(micro_batch, 2))
+            (outputs.mean() / accum_steps + 0.0 * idle.weight.sum()).backward()
+        for one in optimizers:
+            one.step()
+
+    found = autoaccum.verify(train, target_batch=4)
+
+    assert not found
+    json.dumps(found.to_dict(), allow_nan=False)
