@@ -1,7 +1,5 @@
 """Jobs on the real Slurm that the tests find, submitted by the command line."""
 
-
-
 import os
 import re
 import shutil
