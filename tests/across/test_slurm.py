@@ -1,6 +1,5 @@
 """`autoaccum slurm` on a real Slurm: what becomes of jobs that are warned, preempted, cancelled or killed."""
 
-# ruff: noqa: S607 - Slurm's commands are wherever Slurm is
 import contextlib
 import os
 import subprocess
@@ -71,9 +70,8 @@ sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n")  # who
 TOO_LARGE = """
 import torch
 import autoaccum
-def job():
-    data = [(torch.randn(4, 8), torch.randint(0, 2, (4,)))]
-    return autoaccum.Job(torch.nn.Linear(8, 2), data, 4, device=autoaccum.Simulated("1KiB"))
+data = [(torch.randn(4, 8), torch.randint(0, 2, (4,)))]
+autoaccum.fit(torch.nn.Linear(8, 2), data, 4, device=autoaccum.Simulated("1KiB"))
 """
 
 
