@@ -25,6 +25,7 @@ from autoaccum._loss.known_shares import Nothing
 from autoaccum._loss.sample_choices import choices
 from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
+from autoaccum._system.attributes import replaced
 from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
@@ -190,7 +191,8 @@ class ShardedRankPeers(RankPeers):
         """Make a pass that contributes nothing, since others have samples left."""
         self._before = self._step.savepoint.save(self._before)
         batch, samples = self._nothing()
-        self._step.accumulate(batch, samples, Nothing(self._step.objective.knowledge), PartResult(samples))
+        with replaced((self._step, "is_spare", True), (self._step, "keeps_outputs", False)):
+            self._step.accumulate(batch, samples, Nothing(self._step.objective.knowledge), PartResult(samples))
         self._before.restore()
 
     def _nothing(self) -> tuple[Any, int]:
