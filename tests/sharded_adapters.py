@@ -193,7 +193,7 @@ def lightning(  # noqa: C901 - a module and its callbacks
 # --- Transformers and TRL ---------------------------------------------------------------------------------------------
 
 
-def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resumes=False, most=(), **options):
+def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resumes=False):
     """Train with `Trainer` or SFTTrainer; return parameters and the log. On one process, as it is."""
     warnings.simplefilter("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -208,18 +208,9 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
             if state.global_step + 1 == kill_at:
                 killed()
 
-    class Greedy(transformers.TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **_):
-            model.register_forward_pre_hook(self.lack, with_kwargs=True)
-
-        @staticmethod
-        def lack(module, args, kwargs):
-            if module.training and len(kwargs["input_ids"]) > dict(most).get(rank, 1000):
-                raise torch.OutOfMemoryError("told to")
-
     own = {"per_device_train_batch_size": 12 // size, "per_device_eval_batch_size": 12 // size, "max_grad_norm": 0.5}
     own |= {"eval_strategy": "epoch", "num_train_epochs": 2, "lr_scheduler_type": "constant", "save_strategy": "steps"}
-    own |= {"save_steps": 1 if size > 1 else 100, "callbacks": [Killing(), Greedy()]}
+    own |= {"save_steps": 1 if size > 1 else 100}
     with told_of_devices(rank, size) if size > 1 else contextlib.nullcontext():
         if size > 1:
             layer = "GPT2Block" if kind == "gpt2" else "LlamaDecoderLayer"
@@ -229,13 +220,13 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
         given = {"resume": get_last_checkpoint(str(folder))} if resumes else {}
         if kind == "gpt2":
             made = auto_accumulate(transformers.Trainer, micro_batch=4) if size > 1 else transformers.Trainer
-            done = trainers.trained(made, folder, kind, samples=24, **own, **given, **options)
+            done = trainers.trained(made, folder, kind, samples=24, callbacks=[Killing()], **own, **given)
         else:
             import trl  # noqa: PLC0415
 
             import trl_trainers  # noqa: PLC0415
 
             made = auto_accumulate(trl.SFTTrainer, micro_batch=4) if size > 1 else trl.SFTTrainer
-            done = trl_trainers.trained(made, "sft", folder, samples=24, **own, **given, **options)
+            done = trl_trainers.trained(made, "sft", folder, samples=24, **own)
         parameters = [whole(one).clone() for one in done.model.parameters()]
         return {"parameters": parameters, "log": trainers.history(done)}
