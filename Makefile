@@ -46,7 +46,7 @@ demo: $(VENV)/.for-demo  ## train a ResNet on scanned digits in memory that the 
 	@$(BIN)/python examples/digits.py
 
 TEST_OPTIONS ?=
-# As many workers as there are cores, but four at the most. tests/sharing_out.py says which files each gets.
+# As many workers as there are cores, but four at the most. tests/support/processes/sharing_out.py says which files each gets.
 WORKERS := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 QUICK := -m 'not slow and not sweep'
 

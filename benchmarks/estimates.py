@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from measuring import keep, machine
 
-from allocations import real_peak
 from autoaccum._estimate.estimate import estimate_step
+from support.processes.allocations import real_peak
 
 TORCHVISION = [
     "resnet18",

@@ -1,9 +1,9 @@
 """Makes every operator of a training step fail in turn, and counts differences from a run without failures.
 
-Cases from tests/fault_cases.py (models, precisions and optimizers, all pairs) are trained repeatedly, each time with
-another fault: memory runs out at an operator, in any window, twice, in the retry, down to one sample; the user's code
-raises; the user interrupts. The resulting state is compared, bit for bit, with the same training in the same cuts
-without a fault.
+Cases from tests/support/faults/cases.py (models, precisions and optimizers, all pairs) are trained repeatedly, each
+time with another fault: memory runs out at an operator, in any window, twice, in the retry, down to one sample; the
+user's code raises; the user interrupts. The resulting state is compared, bit for bit, with the same training in the
+same cuts without a fault.
 
     python scripts/faults.py [--workers 2] [--sample 300] [--case "mlp; fp32"]
 
@@ -24,9 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from fault_cases import Case, pairs
-from fault_sweep import Budget, Sweep, Tally
-from fault_training import warm_up
+from support.faults.cases import Case, pairs
+from support.faults.sweep import Budget, Sweep, Tally
+from support.faults.training import warm_up
 
 
 def main() -> int:

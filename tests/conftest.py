@@ -1,6 +1,6 @@
 """What every test gets: seeded generators, and a guard against whatever would leak into the next test."""
 
-import kept_bytecode  # noqa: F401 - first, since what follows is large
+from support.processes import kept_bytecode  # noqa: F401 - first, since what follows is large
 
 # isort: split
 
@@ -19,10 +19,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-import sharing_out
 from autoaccum._system.output import write_line
-from crew import Crew
-from depends_on_load import DEPENDS_ON_LOAD
+from support.processes import sharing_out
+from support.ranks.pool import RankPool
 
 try:
     import resource
@@ -63,9 +62,6 @@ _FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "PYTORCH_NVML", "TORCHINDUCTOR_", "_TOR
 
 def pytest_collection_modifyitems(items):
     sharing_out.first_those_of_ranks(items)
-    for item in items:
-        if "CI" in os.environ and item.originalname in DEPENDS_ON_LOAD:
-            item.add_marker(pytest.mark.flaky(reruns=1))
     if _LACKS_DRIVER:
         for item in items:
             if item.get_closest_marker("gpu_fakes"):  # or it aborts the process, or runs another
@@ -79,13 +75,6 @@ def pytest_runtest_makereport(item):
     if _LACKS_DRIVER and report.failed and "an operator needs a CUDA driver" in report.longreprtext:
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, "PyTorch 2.8 predicts for a GPU only with one")
     return report
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Print what a test that was run again had said: with -r R pytest names it only."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"what was run again: {report.nodeid}")
-        terminalreporter.line(report.longreprtext)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -241,8 +230,8 @@ def two_threads():
 
 
 @pytest.fixture(scope="session")
-def crew():
+def rank_pool():
     """Four processes for tests of several ranks, started when they are first needed."""
-    members = Crew(4)
+    members = RankPool(4)
     yield members
     members.close()

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import autoaccum
-from depends_on_load import DEPENDS_ON_LOAD
-from folders import ROOT, TESTS
+from support.processes.folders import ROOT, TESTS
 
 PACKAGE = Path(autoaccum.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -148,9 +147,3 @@ def test_import_brings_nothing_that_only_some_need(looks):
     heavy = {"transformers", "tensorboard", "torchvision", "sklearn", "lightning", "accelerate", "torchmetrics"}
 
     assert not (heavy | {"click", "autoaccum._cli.app"}) & set(looks[2])
-
-
-def test_tests_that_may_be_tried_twice_are_there():
-    text = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
-
-    assert [name for name in DEPENDS_ON_LOAD if f"def {name}(" not in text] == []

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import autoaccum
-from folders import ROOT
+from support.processes.folders import ROOT
 
 ARGUMENTS = list(inspect.signature(autoaccum.fit).parameters)
 CALLED = [autoaccum.fit, autoaccum.find_micro_batch, autoaccum.plan, autoaccum.Runner, autoaccum.windows]

@@ -8,7 +8,7 @@ import torch
 import autoaccum
 from autoaccum._records import DeviceScalar, Plan
 from autoaccum.errors import InvalidInputError
-from record_examples import CountingScalar, fit_result, step_report
+from support.data.records import CountingScalar, fit_result, step_report
 
 
 def test_report_waits_for_the_device_only_when_it_is_read():

@@ -2,7 +2,7 @@
 
 A try is lost if an optimizer step is made twice or not at all, parameters differ from those of the undisturbed training
 (on two ranks: from each other), an error within the step does not name it, or a checkpoint leads to another result.
-tests/after_step.py has the trainings; tests/across/test_after_the_optimizer_step.py makes a few tries.
+tests/support/faults/after_step.py has the trainings; tests/across/test_after_the_optimizer_step.py makes a few tries.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
-import after_step
 from attacks import Row
-from crew import Crew
+from support.faults import after_step
+from support.ranks.pool import RankPool
 
 # The first window creates the optimizer's state, with a copy to restore; the third is ordinary, between checkpoints;
 # the second is followed by a checkpoint, written while memory runs out.
@@ -58,27 +58,27 @@ def _together(folder: Path, chance: random.Random, share: float) -> Row:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     losses: list[str] = []
     ends: Counter[str] = Counter()
-    crew = Crew(2)
+    rank_pool = RankPool(2)
     try:
         for who in (0, 1):
             counting = [(window, None, kind) for window, _ in _TOGETHER for kind in _POINTS]
-            counted = _run(crew, folder / f"{who}-counted", who, counting)[who]
+            counted = _run(rank_pool, folder / f"{who}-counted", who, counting)[who]
             tries = [
                 (window, point, kind)
                 for (window, _, kind), one in zip(counting, counted, strict=True)
                 for point in _drawn(one.fault["count"], chance, share * dict(_TOGETHER)[window])
             ]
-            answers = _run(crew, folder / str(who), who, tries)
+            answers = _run(rank_pool, folder / str(who), who, tries)
             losses += after_step.judged_on_ranks(tries, answers, who)
             ends.update(one.kind or "went on" for one in answers[who])
     finally:
-        crew.close()
+        rank_pool.close()
     return Row("no memory after the step, on one of two ranks", ends.total(), tuple(losses), _told(ends))
 
 
-def _run(crew: Crew, folder: Path, who: int, tries: list[Any]) -> list[list[Any]]:
+def _run(rank_pool: RankPool, folder: Path, who: int, tries: list[Any]) -> list[list[Any]]:
     folder.mkdir(parents=True)
-    answers: list[list[Any]] = crew.run("after_step:on_ranks", str(folder), who, tries, size=2)
+    answers: list[list[Any]] = rank_pool.run("support.faults.after_step:on_ranks", str(folder), who, tries, size=2)
     return answers
 
 

@@ -29,8 +29,9 @@ import json, os, sys
 from datetime import timedelta
 from pathlib import Path
 import torch
-import autoaccum, rank_training
-from long_runs import bits
+import autoaccum
+from support.ranks import training
+from support.training.long_runs import bits
 
 folder, rank, meeting = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
@@ -44,11 +45,11 @@ class Log(autoaccum.Callback):
             log.write(f"{report.step}\\n")
 
 chance, made = torch.Generator().manual_seed(7), []
-loader = torch.utils.data.DataLoader(rank_training.vectors(), batch_size=5, shuffle=True, generator=chance)
-rank_training.seeded(rank)
-model = rank_training.net(seed=rank, dropout=0.3)
+loader = torch.utils.data.DataLoader(training.vectors(), batch_size=5, shuffle=True, generator=chance)
+training.seeded(rank)
+model = training.net(seed=rank, dropout=0.3)
 autoaccum.fit(
-    model, loader, 16, optimizer=lambda parameters: made.append(rank_training.adam(parameters)) or made[0],
+    model, loader, 16, optimizer=lambda parameters: made.append(training.adam(parameters)) or made[0],
     micro_batch=3, max_steps=24, shard_data=True, device="cpu", progress=False,
     checkpoint=folder / "checkpoints", checkpoint_every=1, callbacks=[Log()],
 )
@@ -75,8 +76,9 @@ def _one_process(folder: Path, seed: int, kills: int) -> Row:
     import torch  # noqa: PLC0415 - only here
 
     name = "SIGKILL of one process"
-    command = [sys.executable, str(TESTS / "kill_often.py"), str(folder), str(kills), "0", str(seed)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed
+    command = [sys.executable, "-m", "support.faults.kills", str(folder), str(kills), "0", str(seed)]
+    paths = os.environ | {"PYTHONPATH": str(TESTS)}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=paths)  # noqa: S603 - fixed
     if ran.returncode != 0:
         return Row(name, kills, (ran.stderr.strip()[-2000:] or f"exit code {ran.returncode}",))
     seen = json.loads((folder / "seen.json").read_text())["SIGKILL"]

@@ -1,7 +1,8 @@
 """Trains four small models with every pair of features of `fit`, and compares each with a plain loop.
 
 A pair is lost if parameters, buffers or reported losses differ from the plain loop's, if a sample is left out or used
-twice, or if anything else than an error of autoaccum refuses it. tests/feature_pairs.py has the trainings.
+twice, or if anything else than an error of autoaccum refuses it.
+tests/support/training/feature_pairs.py has the trainings.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
-import feature_pairs
 from attacks import Row
 from autoaccum._arguments import listed
-from crew import Crew
+from support.ranks.pool import RankPool
+from support.training import feature_pairs
 
 _NAMED = 5  # of the pairs that are refused
 
@@ -28,20 +29,20 @@ def attack(folder: Path, seed: int, share: float) -> list[Row]:
     torch.set_num_threads(1)
     os.environ["AUTOACCUM_CACHE_DIR"] = ""
     chance = random.Random(seed)  # noqa: S311
-    crew = Crew(2)
+    rank_pool = RankPool(2)
     try:
-        return [_of_model(crew, name, folder / name, chance, share) for name in feature_pairs.MODELS]
+        return [_of_model(rank_pool, name, folder / name, chance, share) for name in feature_pairs.MODELS]
     finally:
-        crew.close()
+        rank_pool.close()
 
 
-def _of_model(crew: Crew, name: str, folder: Path, chance: random.Random, share: float) -> Row:
+def _of_model(rank_pool: RankPool, name: str, folder: Path, chance: random.Random, share: float) -> Row:
     chosen = [pair for pair in feature_pairs.pairs(name) if chance.random() < share]
     losses: list[str] = []
     refused: list[str] = []
     for number, features in enumerate(chosen):
         try:
-            outcomes = feature_pairs.outcomes_of(crew, name, features, str(folder / str(number)))
+            outcomes = feature_pairs.outcomes_of(rank_pool, name, features, str(folder / str(number)))
             wrong = feature_pairs.judged(name, features, outcomes)
         except Exception as error:  # noqa: BLE001 - it is the result
             wrong = [f"{type(error).__name__}: {error}"]

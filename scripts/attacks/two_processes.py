@@ -96,7 +96,7 @@ class Pair:
         """Return the newest checkpoint's content, in a form that is equal only if every bit is."""
         import torch  # noqa: PLC0415 - only here
 
-        from long_runs import bits  # noqa: PLC0415 - as above
+        from support.training.long_runs import bits  # noqa: PLC0415 - as above
 
         content = torch.load(max(self.checkpoints.glob("step-*")) / "state.pt", weights_only=True)
         kept = ("windows", "samples", "modules", "optimizer", "scheduler", "random")

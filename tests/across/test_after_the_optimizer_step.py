@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import after_step
 import autoaccum
 from autoaccum import StepCompleteError
-from helpers import batches_of, classifier, fit_quietly, labelled
-from long_runs import Run, checkpoints
+from support.faults import after_step
+from support.models.small import batches_of, classifier, fit_quietly, labelled
+from support.training.long_runs import Run, checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +47,20 @@ def test_memory_that_stays_out_after_the_step_makes_no_update_twice(tmp_path, un
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_rank_that_lacks_memory_after_the_step_ends_all_with_the_same_parameters(crew, tmp_path, who):
+def test_rank_that_lacks_memory_after_the_step_ends_all_with_the_same_parameters(rank_pool, tmp_path, who):
     tries = [(3, 3, "operator"), (3, 2, "call"), (3, 13, "call")]
 
-    answers = crew.run("after_step:on_ranks", str(tmp_path), who, tries, size=2)
+    answers = rank_pool.run("support.faults.after_step:on_ranks", str(tmp_path), who, tries, size=2)
 
     assert all(one.fault["hits"] for one in answers[who])
     assert not after_step.judged_on_ranks(tries, answers, who)
     assert "StepCompleteError" in {one.kind for one in answers[who]}
 
 
-def test_rank_that_fails_behind_its_last_update_is_heard_of_where_no_checkpoint_is_written(crew, tmp_path):
+def test_rank_that_fails_behind_its_last_update_is_heard_of_where_no_checkpoint_is_written(rank_pool, tmp_path):
     tries = [(after_step.WINDOWS, point, "call") for point in (2, 9)]
 
-    answers = crew.run("after_step:on_ranks", str(tmp_path), 1, tries, keeps=False, size=2)
+    answers = rank_pool.run("support.faults.after_step:on_ranks", str(tmp_path), 1, tries, keeps=False, size=2)
 
     assert not after_step.judged_on_ranks(tries, answers, 1)
     assert {one.kind for one in answers[0]} == {"RankFailedError"}

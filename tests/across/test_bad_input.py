@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, runner_of, state_of
+from support.models.small import CountingLoader, assert_bitwise, batches_of, classifier, labelled, runner_of, state_of
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def over_another_model(_):
     return torch.optim.SGD(OTHER.parameters(), lr=0.1)
 
 
-# tests/bad_inputs.py goes through every argument; these say more than its name.
+# tests/support/bad_input/arguments.py goes through every argument; these say more than its name.
 ARGUMENTS = [
     ({"target_batch": 100.0}, "target_batch must be a whole number, got 100.0 (float); pass an int"),
     ({"target_batch": None}, "there is no target: pass target_batch="),

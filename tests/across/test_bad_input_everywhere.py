@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import autoaccum
-import bad_options
-from bad_inputs import (
+from support.bad_input import options
+from support.bad_input.arguments import (
     CALLS,
     READ_ONLY,
     World,
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_every_public_argument_has_bad_values():
-    assert not missing(), "say in tests/bad_inputs.py (CALLS) what these may be"
+    assert not missing(), "say in tests/support/bad_input/arguments.py (CALLS) what these may be"
     assert set(CALLS) - {"Runner.step", "Runner.evaluate"} | READ_ONLY == set(autoaccum.__all__)
 
 
@@ -44,14 +44,14 @@ def test_listed_bad_input_is_refused_by_name_and_changes_nothing(cases, folder):
 
 
 def test_every_option_of_the_command_line_has_bad_values():
-    assert not bad_options.missing(), "say in tests/bad_options.py what these may not be"
+    assert not options.missing(), "say in tests/support/bad_input/options.py what these may not be"
 
 
-@pytest.mark.parametrize("command", bad_options.BAD)
+@pytest.mark.parametrize("command", options.BAD)
 def test_bad_option_is_refused_by_name_and_leaves_nothing(command, folder):
-    cases = [case for case in bad_options.cases() if case[0] == command]
+    cases = [case for case in options.cases() if case[0] == command]
 
-    assert [wrong for case in cases if (wrong := bad_options.judge(case, folder))] == []
+    assert [wrong for case in cases if (wrong := options.judge(case, folder))] == []
 
 
 # --- what is tried before the first update ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from helpers import assert_bitwise, state_of
+from support.models.small import assert_bitwise, state_of
 
 MOST_CHARS = 3 * 120
 

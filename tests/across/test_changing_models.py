@@ -9,8 +9,8 @@ from torch import nn
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from faults import FailAt
-from helpers import assert_bitwise, classifier, labelled, runner_of
+from support.faults.modes import FailAt
+from support.models.small import assert_bitwise, classifier, labelled, runner_of
 
 SAMPLES = 12
 

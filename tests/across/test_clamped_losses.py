@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from loss_forms import Form
-from loss_outcomes import by_runner, outcome
+from support.losses.forms import Form
+from support.losses.outcomes import by_runner, outcome
 
 N, WINDOWS = 8, 9
 OTHERS = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from gradients import (
+from support.losses.gradients import (
     assert_as_exact_as_full_batch,
     assert_full_batch_gradient,
     cut_gradient,
@@ -18,7 +18,7 @@ from gradients import (
     distance,
     full_batch_gradient,
 )
-from helpers import fit_quietly
+from support.models.small import fit_quietly
 
 WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 5.0, 0.5], dtype=torch.float64)
 

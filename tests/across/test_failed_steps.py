@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import autoaccum
-from fault_cases import Case
-from fault_sweep import Sweep
-from fault_training import LackAt, play
-from faults import FailAt, differences, state_of
-from helpers import runner_of
+from support.faults.cases import Case
+from support.faults.modes import FailAt, differences, state_of
+from support.faults.sweep import Sweep
+from support.faults.training import LackAt, play
+from support.models.small import runner_of
 
 
 class FailIn:

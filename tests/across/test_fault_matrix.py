@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
-from faults import differences, state_of
+from support.faults.modes import differences, state_of
 
 SAMPLES, MICRO_BATCH, WINDOWS = 16, 4, 4
 FEATURES = ("plain", "BatchNorm", "Dropout", "pair", "window loss", "clipping", "two optimizers", "generator", "draws")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fault_cases import SMALL, Case, pairs
-from fault_sweep import Budget, Sweep
-from fault_training import warm_up
+from support.faults.cases import SMALL, Case, pairs
+from support.faults.sweep import Budget, Sweep
+from support.faults.training import warm_up
 
 NOTHING = Budget(memory=0, first=0, troubled=0, twice=0, smallest=0, errors=0, interrupts=0, counted=0, lines=0)
 # By turns, so that each pair of a model and a precision, and so on, meets a few faults of each kind.

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import autoaccum
-from faults import FailAt, differences, state_of
-from folders import TESTS
-from helpers import a_few_of
+from support.faults.modes import FailAt, differences, state_of
+from support.models.small import a_few_of
+from support.processes.folders import TESTS
 
 SAMPLES, WIDTH = 600, 4096
 

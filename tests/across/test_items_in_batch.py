@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from gradients import cut_gradient, distance, joined
-from helpers import CPU, fit_quietly
-from tiny_transformers import tiny
+from support.losses.gradients import cut_gradient, distance, joined
+from support.models.small import CPU, fit_quietly
+from support.models.tiny_transformers import tiny
 
 pytest.importorskip("transformers")
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 import autoaccum
-from faults import FailAt
-from gradients import distance
-from helpers import assert_bitwise, classifier, labelled, runner_of
+from support.faults.modes import FailAt
+from support.losses.gradients import distance
+from support.models.small import assert_bitwise, classifier, labelled, runner_of
 
 SAMPLES, LATENT, WIDTH = 12, 3, 5
 

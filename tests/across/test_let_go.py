@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from faults import FailAt
-from helpers import batches_of, classifier, labelled
+from support.faults.modes import FailAt
+from support.models.small import batches_of, classifier, labelled
 
 
 @pytest.fixture(autouse=True)

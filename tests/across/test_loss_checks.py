@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import autoaccum
-from faults import differences, state_of
+from support.faults.modes import differences, state_of
 
 SAMPLES = 12
 

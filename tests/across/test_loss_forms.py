@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import autoaccum
-from helpers import fit_quietly
-from loss_forms import FORMS, LENGTHS, POSITIVES, WINDOWS, Form, N, ce, each, mse, router, weighted, window
-from loss_outcomes import by_accumulator, by_fit, by_runner, by_samples, outcome
+from support.losses.forms import FORMS, LENGTHS, POSITIVES, WINDOWS, Form, N, ce, each, mse, router, weighted, window
+from support.losses.outcomes import by_accumulator, by_fit, by_runner, by_samples, outcome
+from support.models.small import fit_quietly
 
 LOW_PRECISION = [name for name, form in FORMS.items() if form.dtype is not torch.float64]
 # Some by their number, and those to which a closure makes a difference.

@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from gradients import cuts
-from loss_forms import Form, N, each, window
-from loss_outcomes import by_accumulator, by_runner, outcome
+from support.losses.forms import Form, N, each, window
+from support.losses.gradients import cuts
+from support.losses.outcomes import by_accumulator, by_runner, outcome
 
 # Of tokens, (N, T). Some labels are ignored, whose losses are 0.
 LOSSES = {

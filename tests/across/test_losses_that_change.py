@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import autoaccum
-import warm
-from helpers import fit_quietly
+from support.models.small import fit_quietly
+from support.processes import fork_server
 
 SAMPLES, MICRO_BATCH = 15, 4
 
@@ -158,7 +158,9 @@ def test_checksums_of_frozen_parameters_take_no_memory_from_a_window_that_failed
         print(result.oom_events)
         """
     )
-    ended = subprocess.run([*warm.python(), "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        [*fork_server.python(), "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
 
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 0

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from helpers import assert_bitwise, fit_quietly, state_of
+from support.models.small import assert_bitwise, fit_quietly, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 SAMPLES, MICRO_BATCH, WINDOWS = 8, 4, 4

@@ -4,76 +4,76 @@ import pytest
 import torch
 
 import autoaccum
-import rank_accumulating
-from rank_training import FAR, assert_alike, far
+from support.ranks import accumulating
+from support.ranks.training import FAR, assert_alike, far
 
 
-@pytest.mark.parametrize("loss", rank_accumulating.LOSSES)
+@pytest.mark.parametrize("loss", accumulating.LOSSES)
 @pytest.mark.parametrize("most", [(), ((1, 2),)], ids=["enough", "one lacks memory"])
-def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, most):
-    alone = rank_accumulating.train(0, 1, loss=loss)
+def test_parameters_are_those_of_one_process_with_the_whole_batch(rank_pool, loss, most):
+    alone = accumulating.train(0, 1, loss=loss)
 
-    found = crew.run("rank_accumulating:train", size=2, loss=loss, most=most)
+    found = rank_pool.run("accumulating:train", size=2, loss=loss, most=most)
 
     assert_alike(found)
     assert far(found[0]["parameters"], alone["parameters"]) < FAR
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-12)
-    assert found[0]["samples"] == [rank_accumulating.BATCH] * 3
+    assert found[0]["samples"] == [accumulating.BATCH] * 3
     assert [one["oom_events"] > 0 for one in found] == [False, bool(most)]
 
 
-def test_sum_over_the_tokens_of_all_ranks_is_one_where_one_sample_fits_at_once(crew):
-    whole = rank_accumulating.divided(0, 1)
+def test_sum_over_the_tokens_of_all_ranks_is_one_where_one_sample_fits_at_once(rank_pool):
+    whole = accumulating.divided(0, 1)
 
-    found = crew.run("rank_accumulating:divided", size=2, most=1)
+    found = rank_pool.run("accumulating:divided", size=2, most=1)
 
     assert_alike(found)
     assert far(found[0]["parameters"], whole["parameters"]) < FAR
     assert found[0]["losses"] == pytest.approx(whole["losses"], rel=1e-12)
 
 
-def test_batches_add_up_and_parameters_are_frozen_on_all_ranks(crew):
-    alone = rank_accumulating.train(0, 1, twice=True, frozen_at=1)
+def test_batches_add_up_and_parameters_are_frozen_on_all_ranks(rank_pool):
+    alone = accumulating.train(0, 1, twice=True, frozen_at=1)
 
-    found = crew.run("rank_accumulating:train", size=3, twice=True, frozen_at=1, most=((0, 1), (2, 3)))
+    found = rank_pool.run("accumulating:train", size=3, twice=True, frozen_at=1, most=((0, 1), (2, 3)))
 
     assert_alike(found)
     assert far(found[0]["parameters"], alone["parameters"]) < FAR
 
 
-def test_statistics_of_batchnorm_are_alike(crew):
-    assert_alike(crew.run("rank_accumulating:train", size=2, norm=True, most=((0, 3),)))
+def test_statistics_of_batchnorm_are_alike(rank_pool):
+    assert_alike(rank_pool.run("accumulating:train", size=2, norm=True, most=((0, 3),)))
 
 
-def test_error_on_one_rank_ends_the_others_at_once(crew):
-    first, second = crew.answers("rank_accumulating:train", size=2, fails=(1,))
+def test_error_on_one_rank_ends_the_others_at_once(rank_pool):
+    first, second = rank_pool.answers("accumulating:train", size=2, fails=(1,))
 
     assert isinstance(first, autoaccum.RankFailedError)
     assert "the user's own" in str(first)
     assert isinstance(second, LookupError)
 
 
-def test_sample_that_does_not_fit_on_one_rank_ends_all(crew):
-    first, second = crew.answers("rank_accumulating:train", size=2, most=((0, 0),))
+def test_sample_that_does_not_fit_on_one_rank_ends_all(rank_pool):
+    first, second = rank_pool.answers("accumulating:train", size=2, most=((0, 0),))
 
     assert isinstance(first, autoaccum.DoesNotFitError)
     assert isinstance(second, autoaccum.RankFailedError)
 
 
-def test_closure_that_calls_a_wrapped_model_is_refused(crew):
-    assert all("DistributedDataParallel" in said for said in crew.run("rank_accumulating:wrapped", size=2))
+def test_closure_that_calls_a_wrapped_model_is_refused(rank_pool):
+    assert all("DistributedDataParallel" in said for said in rank_pool.run("accumulating:wrapped", size=2))
 
 
 @pytest.mark.parametrize("loss", ["pair", "module"])
-def test_gradients_of_parameters_that_come_in_the_middle_of_a_step_are_added_up(crew, loss):
-    alone = rank_accumulating.growing(0, 1, loss)
+def test_gradients_of_parameters_that_come_in_the_middle_of_a_step_are_added_up(rank_pool, loss):
+    alone = accumulating.growing(0, 1, loss)
 
-    for found in crew.run("rank_accumulating:growing", loss, size=2):
+    for found in rank_pool.run("accumulating:growing", loss, size=2):
         assert far(found, alone) < FAR
 
 
-def test_gradients_of_a_layer_that_is_unfrozen_between_steps_are_added_up(crew):
-    first, second = crew.run("rank_accumulating:unfreezing", size=2)
+def test_gradients_of_a_layer_that_is_unfrozen_between_steps_are_added_up(rank_pool):
+    first, second = rank_pool.run("accumulating:unfreezing", size=2)
 
     assert [[gradient is None for gradient in batch] for batch in first] == [[True] * 2] * 2 + [[False] * 2] * 2
     for one, other in zip(first[2:], second[2:], strict=True):

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-import rank_faults
 from autoaccum import DoesNotFitError, RankFailedError, StateDamagedError
-from rank_training import FAR, assert_alike, far
+from support.ranks import faults
+from support.ranks.training import FAR, assert_alike, far
 
 
 @pytest.mark.parametrize("most", [3, pytest.param(10, marks=pytest.mark.sweep)])
@@ -15,18 +15,18 @@ from rank_training import FAR, assert_alike, far
     ("size", "loss", "optimizer", "clip"),
     [(2, "mean", "sgd", None), (4, "mean", "adam", 1.0), (2, "pair", "adam", None), (2, "several", "sgd", 0.5)],
 )
-def test_memory_that_runs_out_anywhere_changes_nothing_but_cuts(crew, size, loss, optimizer, clip, most):
+def test_memory_that_runs_out_anywhere_changes_nothing_but_cuts(rank_pool, size, loss, optimizer, clip, most):
     arguments = {"size": size, "loss": loss, "optimizer": optimizer, "clip": clip}
-    expected = crew.run("rank_faults:faulted", **arguments)
+    expected = rank_pool.run("faults:faulted", **arguments)
     seeds = list(
         range(min(most, 4) if loss == "several" else most)
     )  # which takes many operators to find out what it runs over
 
-    found = crew.run("rank_faults:many", seeds, expected[0]["operators"], **arguments)
+    found = rank_pool.run("faults:many", seeds, expected[0]["operators"], **arguments)
 
     hits = 0
     for seed, outcomes in zip(seeds, zip(*found, strict=True), strict=True):
-        if rank_faults.is_damage(outcomes) or rank_faults.is_given_up(outcomes):
+        if faults.is_damage(outcomes) or faults.is_given_up(outcomes):
             continue
         assert not any(isinstance(one, str) for one in outcomes), (seed, outcomes)
         hits += sum(one["hits"] for one in outcomes)
@@ -34,14 +34,14 @@ def test_memory_that_runs_out_anywhere_changes_nothing_but_cuts(crew, size, loss
         assert far(outcomes[0]["parameters"], expected[0]["parameters"]) <= FAR, seed
         assert outcomes[0]["samples"] == expected[0]["samples"]
         loaded = sorted(itertools.chain.from_iterable(one["loaded"] for one in outcomes))
-        assert loaded == list(range(rank_faults.SAMPLES))
+        assert loaded == list(range(faults.SAMPLES))
     assert hits  # else this test shows little
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("at", [100, 150, 200])
-def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(crew, size, at):
-    answers = crew.answers("rank_faults:faulted", size=size, points={1: [at]}, lasts=True)
+def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(rank_pool, size, at):
+    answers = rank_pool.answers("faults:faulted", size=size, points={1: [at]}, lasts=True)
 
     # The optimizer may have begun to write.
     assert isinstance(answers[1], DoesNotFitError | torch.OutOfMemoryError | StateDamagedError), answers[1]
@@ -51,8 +51,8 @@ def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(crew, size, at):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_error_in_on_fit_end_of_one_rank_ends_the_others(crew, who):
-    answers = crew.answers("rank_differences:failing_at_end", who, size=2)
+def test_error_in_on_fit_end_of_one_rank_ends_the_others(rank_pool, who):
+    answers = rank_pool.answers("differences:failing_at_end", who, size=2)
 
     assert isinstance(answers[who], ZeroDivisionError)
     assert isinstance(answers[1 - who], RankFailedError)

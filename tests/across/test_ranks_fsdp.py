@@ -8,12 +8,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import autoaccum
-import rank_training
-from rank_training import FAR, assert_alike, assert_trained_as, far
+from support.ranks import training
+from support.ranks.training import FAR, assert_alike, assert_trained_as, far
 
 
 def alone(*, norm=False, **arguments):
-    return rank_training.train(0, 1, model=rank_training.net(norm=norm), **arguments)
+    return training.train(0, 1, model=training.net(norm=norm), **arguments)
 
 
 # Of sums and of tokens: the others are weighted as one of these, and those of several ranks have tests without FSDP.
@@ -21,16 +21,16 @@ QUICK = {("pair", 2), ("tokens, found out", 3)}
 
 
 def losses():
-    for case in itertools.product((name for name in rank_training.LOSSES if name != "several"), (2, 3)):
+    for case in itertools.product((name for name in training.LOSSES if name != "several"), (2, 3)):
         yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.sweep)
 
 
 @pytest.mark.parametrize(("loss", "size"), list(losses()))
-def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, size):
+def test_parameters_are_those_of_one_process_with_the_whole_batch(rank_pool, loss, size):
     expected = alone(loss=loss, target_batch=16, micro_batch=16, epochs=2)
 
-    found = crew.run(
-        "sharded_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard_data=True
+    found = rank_pool.run(
+        "sharded:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard_data=True
     )
 
     for one in found:
@@ -39,24 +39,34 @@ def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, si
         assert one["samples"] == expected["samples"]
 
 
-def test_layers_that_stay_gathered_after_a_forward_pass_train_as_any_others(crew):
-    loader = DataLoader(rank_training.vectors(20, seed=5), batch_size=10)
+def test_layers_that_stay_gathered_after_a_forward_pass_train_as_any_others(rank_pool):
+    loader = DataLoader(training.vectors(20, seed=5), batch_size=10)
     asked = {"target_batch": 16, "micro_batch": 4, "epochs": 2, "shard_data": True, "val_loader": loader}
     expected = alone(target_batch=16, micro_batch=16, epochs=2)
 
-    found = crew.run("sharded_training:train", size=2, stays_gathered=True, **asked)
+    found = rank_pool.run("sharded:train", size=2, stays_gathered=True, **asked)
 
     assert_trained_as(found, expected)
 
 
-def test_ranks_may_have_other_numbers_of_samples_and_none_at_the_end(crew):
+def test_ranks_may_have_other_numbers_of_samples_and_none_at_the_end(rank_pool):
     lengths = [23, 9, 2]
 
-    found = crew.run(
-        "sharded_training:with_own_samples", lengths, size=3, target_batch=12, micro_batch=3, loss="tokens, found out"
+    found = rank_pool.run(
+        "sharded:with_own_samples",
+        lengths,
+        size=3,
+        target_batch=12,
+        micro_batch=3,
+        loss="tokens, found out",
     )
-    whole = crew.run(
-        "rank_training:with_own_samples", lengths, size=3, target_batch=12, micro_batch=3, loss="tokens, found out"
+    whole = rank_pool.run(
+        "training:with_own_samples",
+        lengths,
+        size=3,
+        target_batch=12,
+        micro_batch=3,
+        loss="tokens, found out",
     )
 
     assert_alike(found)
@@ -64,12 +74,12 @@ def test_ranks_may_have_other_numbers_of_samples_and_none_at_the_end(crew):
     assert far(found[0]["parameters"], whole[0]["parameters"]) <= FAR
 
 
-def test_micro_batch_in_which_nothing_counts_takes_part_in_its_pass(crew):
-    data = rank_training.texts(16, nothing_counts_below=5)
+def test_micro_batch_in_which_nothing_counts_takes_part_in_its_pass(rank_pool):
+    data = training.texts(16, nothing_counts_below=5)
     expected = alone(loss="tokens, found out", data=data, target_batch=16, micro_batch=16)
 
-    found = crew.run(
-        "sharded_training:train",
+    found = rank_pool.run(
+        "sharded:train",
         size=2,
         data=data,
         loss="tokens, found out",
@@ -81,46 +91,46 @@ def test_micro_batch_in_which_nothing_counts_takes_part_in_its_pass(crew):
     assert_trained_as(found, expected)
 
 
-@pytest.mark.parametrize("job", ["rank_training:train", "sharded_training:train"])
-def test_window_in_which_nothing_counts_on_any_rank_goes_by_where_its_loss_exists(crew, job):
-    data = rank_training.texts(16, nothing_counts_below=16) + rank_training.texts(32)
+@pytest.mark.parametrize("job", ["training:train", "sharded:train"])
+def test_window_in_which_nothing_counts_on_any_rank_goes_by_where_its_loss_exists(rank_pool, job):
+    data = training.texts(16, nothing_counts_below=16) + training.texts(32)
     asked = {"loss": "tokens, if any", "data": data, "target_batch": 16}
     expected = alone(**asked, micro_batch=16)
 
-    found = crew.run(job, size=2, **asked, micro_batch=2, shard_data=True)
+    found = rank_pool.run(job, size=2, **asked, micro_batch=2, shard_data=True)
 
     assert expected["losses"][0] == 0.0
     assert_trained_as(found, expected)
 
 
-@pytest.mark.parametrize("job", ["rank_training:train", "sharded_training:train"])
+@pytest.mark.parametrize("job", ["training:train", "sharded:train"])
 @pytest.mark.filterwarnings("ignore::autoaccum.errors.LossWarning")  # at most 1 is no count
-def test_one_of_two_losses_in_which_nothing_counts_on_any_rank_goes_by(crew, job):
-    data = rank_training.texts(16) + rank_training.texts(16, nothing_counts_below=16) + rank_training.texts(16, seed=1)
+def test_one_of_two_losses_in_which_nothing_counts_on_any_rank_goes_by(rank_pool, job):
+    data = training.texts(16) + training.texts(16, nothing_counts_below=16) + training.texts(16, seed=1)
     asked = {"loss": "two means", "data": data, "target_batch": 16}
     expected = alone(**asked, micro_batch=16)
 
-    found = crew.run(job, size=2, **asked, micro_batch=2, shard_data=True)
+    found = rank_pool.run(job, size=2, **asked, micro_batch=2, shard_data=True)
 
     assert_trained_as(found, expected)
 
 
-def test_loss_that_one_rank_refuses_within_a_pass_ends_all_at_once(crew):
-    data = rank_training.texts_of_one_length(48, but=31)
-    asked = {"loss": rank_training.tokens_if_all_count, "data": data, "target_batch": 16, "micro_batch": 2}
+def test_loss_that_one_rank_refuses_within_a_pass_ends_all_at_once(rank_pool):
+    data = training.texts_of_one_length(48, but=31)
+    asked = {"loss": training.tokens_if_all_count, "data": data, "target_batch": 16, "micro_batch": 2}
 
-    answers = crew.answers("sharded_training:train", size=2, **asked, shard_data=True)
+    answers = rank_pool.answers("sharded:train", size=2, **asked, shard_data=True)
 
     assert {type(answer) for answer in answers} == {autoaccum.InvalidInputError, autoaccum.RankFailedError}
     assert any("return the same form in every micro-batch" in str(answer) for answer in answers)
 
 
-def test_running_statistics_and_clipping_are_those_of_whole_models_on_the_same_ranks(crew):
+def test_running_statistics_and_clipping_are_those_of_whole_models_on_the_same_ranks(rank_pool):
     asked = {"target_batch": 16, "micro_batch": 4, "shard_data": True, "clip_grad_norm": 0.1, "epochs": 2, "norm": True}
-    asked["data"] = rank_training.vectors(48)
+    asked["data"] = training.vectors(48)
 
-    found = crew.run("sharded_training:train", size=2, **asked)
-    whole = crew.run("sharded_training:unsharded", size=2, **asked)
+    found = rank_pool.run("sharded:train", size=2, **asked)
+    whole = rank_pool.run("sharded:unsharded", size=2, **asked)
 
     rounding = FAR if torch.__version__ >= "2.9" else 1e-6  # PyTorch 2.8 adds up the norms of shards in float32
     assert_alike(found)
@@ -131,11 +141,11 @@ def test_running_statistics_and_clipping_are_those_of_whole_models_on_the_same_r
     assert far(found[0]["parameters"], whole[0]["parameters"]) <= rounding
 
 
-def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_them(crew):
+def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_them(rank_pool):
     asked = {"target_batch": 8, "micro_batch": 4, "epochs": 2}
 
-    found = crew.run("sharded_training:evaluated", [13, 3], size=2, **asked)
-    whole = crew.run("rank_training:evaluated", [13, 3], size=2, **asked)
+    found = rank_pool.run("sharded:evaluated", [13, 3], size=2, **asked)
+    whole = rank_pool.run("training:evaluated", [13, 3], size=2, **asked)
 
     assert [one["evaluations"] for one in found] == [one["evaluations"] for one in found[:1] * 2]
     (loss, metrics, samples), (expected, its_metrics, its_samples) = (
@@ -148,10 +158,10 @@ def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_t
 
 
 @pytest.mark.parametrize("lengths", [[13, 3], [0, 13]])
-def test_metrics_may_take_a_forward_pass_of_their_own_where_ranks_have_other_numbers_of_samples(crew, lengths):
+def test_metrics_may_take_a_forward_pass_of_their_own_where_ranks_have_other_numbers_of_samples(rank_pool, lengths):
     asked = {"loss": "list", "target_batch": 8, "micro_batch": 4}
 
-    found = crew.run("sharded_training:evaluated", lengths, size=2, **asked)
+    found = rank_pool.run("sharded:evaluated", lengths, size=2, **asked)
 
     assert found[0]["evaluations"] == found[1]["evaluations"]
     assert found[0]["evaluations"][0][2] == sum(lengths)
@@ -161,29 +171,27 @@ def test_metrics_may_take_a_forward_pass_of_their_own_where_ranks_have_other_num
     ("kind", "samples"),  # 3 are on the first rank alone
     [("detached", 20), *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("detached", 3), ("several", 20)))],
 )
-def test_run_that_goes_on_with_an_evaluation_adds_up_the_losses_that_were_trained(crew, tmp_path, kind, samples):
+def test_run_that_goes_on_with_an_evaluation_adds_up_the_losses_that_were_trained(rank_pool, tmp_path, kind, samples):
     """No window of this process has shown them, nor given a rank without samples any for its passes."""
-    expected = crew.run("sharded_training:evaluation_of_names", kind, samples, size=2)
-    ended = crew.run("sharded_training:evaluation_of_names", kind, samples, tmp_path, ends_after=2, size=2)
+    expected = rank_pool.run("sharded:evaluation_of_names", kind, samples, size=2)
+    ended = rank_pool.run("sharded:evaluation_of_names", kind, samples, tmp_path, ends_after=2, size=2)
 
-    found = crew.run("sharded_training:evaluation_of_names", kind, samples, tmp_path, size=2)
+    found = rank_pool.run("sharded:evaluation_of_names", kind, samples, tmp_path, size=2)
 
     assert ended == [None, None]
     assert found == expected
 
 
-def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_would_end_every_rank(crew):
-    found = crew.run(
-        "sharded_training:greedy_in_evaluation", 3, size=2, target_batch=16, micro_batch=3, shard_data=True
-    )
+def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_would_end_every_rank(rank_pool):
+    found = rank_pool.run("sharded:greedy_in_evaluation", 3, size=2, target_batch=16, micro_batch=3, shard_data=True)
 
     assert [one["evaluations"][0][2] for one in found] == [40, 40]
 
 
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
-    found = crew.answers(
-        "sharded_training:greedy",
+def test_lack_of_memory_within_a_pass_ends_every_rank(rank_pool, backward):
+    found = rank_pool.answers(
+        "sharded:greedy",
         4,
         backward=backward,
         wait_s=2,
@@ -201,17 +209,17 @@ def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
 
 
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, norm):
+def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(rank_pool, norm):
     asked = {"target_batch": 16, "micro_batch": 2 if norm else 1, "norm": norm, "shard_data": True}
 
-    found = crew.answers("sharded_training:greedy", 0, wait_s=2, size=2, **asked)
+    found = rank_pool.answers("sharded:greedy", 0, wait_s=2, size=2, **asked)
 
     assert isinstance(found[1], autoaccum.DoesNotFitError), found
     assert isinstance(found[0], autoaccum.RankFailedError), found
 
 
-def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
-    found = crew.run("sharded_training:train", size=2, target_batch=16, shard_data=True, epochs=3)
+def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(rank_pool):
+    found = rank_pool.run("sharded:train", size=2, target_batch=16, shard_data=True, epochs=3)
     expected = alone(target_batch=16, micro_batch=16, epochs=3)
 
     assert_trained_as(found, expected)
@@ -224,19 +232,19 @@ def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 RUN = {"target_batch": 12, "micro_batch": 4, "shard_data": True, "epochs": 2, "norm": True, "dropout": 0.3}
-RUN |= {"data": rank_training.vectors(48), "optimizer": rank_training.adam}
+RUN |= {"data": training.vectors(48), "optimizer": training.adam}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(crew):
-    return crew.run("sharded_training:train", size=2, **RUN)
+def undisturbed(rank_pool):
+    return rank_pool.run("sharded:train", size=2, **RUN)
 
 
 @pytest.mark.parametrize("steps", [pytest.param(3, marks=pytest.mark.slow), 4])
-def test_training_goes_on_from_its_checkpoint_bit_for_bit(crew, tmp_path, steps, undisturbed):
-    crew.run("sharded_training:train", size=2, checkpoint=tmp_path, **{**RUN, "epochs": None, "max_steps": steps})
+def test_training_goes_on_from_its_checkpoint_bit_for_bit(rank_pool, tmp_path, steps, undisturbed):
+    rank_pool.run("sharded:train", size=2, checkpoint=tmp_path, **{**RUN, "epochs": None, "max_steps": steps})
 
-    found = crew.run("sharded_training:train", size=2, checkpoint=tmp_path, resume=True, **RUN)
+    found = rank_pool.run("sharded:train", size=2, checkpoint=tmp_path, resume=True, **RUN)
 
     for one in found:
         assert all(map(torch.equal, one["parameters"], undisturbed[0]["parameters"]))
@@ -244,11 +252,11 @@ def test_training_goes_on_from_its_checkpoint_bit_for_bit(crew, tmp_path, steps,
         assert one["losses"] == undisturbed[0]["losses"][steps:]
 
 
-def test_other_number_of_ranks_goes_on_after_an_epoch(crew, tmp_path):
+def test_other_number_of_ranks_goes_on_after_an_epoch(rank_pool, tmp_path):
     run = {**RUN, "norm": False, "dropout": 0.0}
-    crew.run("sharded_training:train", size=3, checkpoint=tmp_path, **{**run, "epochs": 1})
+    rank_pool.run("sharded:train", size=3, checkpoint=tmp_path, **{**run, "epochs": 1})
 
-    found = crew.run("sharded_training:train", size=2, checkpoint=tmp_path, resume=True, **run)
+    found = rank_pool.run("sharded:train", size=2, checkpoint=tmp_path, resume=True, **run)
 
     expected = alone(target_batch=12, micro_batch=12, epochs=2, data=run["data"], optimizer=run["optimizer"])
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
@@ -268,20 +276,20 @@ def test_note_of_lack_of_memory_that_nothing_here_has_written_is_passed_over(tmp
 
 
 @pytest.mark.parametrize(("before", "after"), [("train", "unsharded"), ("unsharded", "train")])
-def test_whole_models_and_spread_ones_go_on_from_each_others_checkpoints(crew, tmp_path, before, after):
+def test_whole_models_and_spread_ones_go_on_from_each_others_checkpoints(rank_pool, tmp_path, before, after):
     run = {name: value for name, value in RUN.items() if name not in ("norm", "dropout")}
-    expected = crew.run("sharded_training:unsharded", size=2, **run)
-    crew.run(f"sharded_training:{before}", size=2, checkpoint=tmp_path, **{**run, "epochs": None, "max_steps": 3})
+    expected = rank_pool.run("sharded:unsharded", size=2, **run)
+    rank_pool.run(f"sharded:{before}", size=2, checkpoint=tmp_path, **{**run, "epochs": None, "max_steps": 3})
 
-    found = crew.run(f"sharded_training:{after}", size=2, checkpoint=tmp_path, resume=True, **run)
+    found = rank_pool.run(f"sharded:{after}", size=2, checkpoint=tmp_path, resume=True, **run)
 
     assert found[0]["resumed from"] == 3
     assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
 
 
 @pytest.mark.slow  # the others wait for five seconds
-def test_rank_0_without_room_for_the_whole_state_tells_the_others(crew, tmp_path):
-    found = crew.answers("sharded_training:without_room", wait_s=5, size=2, checkpoint=tmp_path, **RUN)
+def test_rank_0_without_room_for_the_whole_state_tells_the_others(rank_pool, tmp_path):
+    found = rank_pool.answers("sharded:without_room", wait_s=5, size=2, checkpoint=tmp_path, **RUN)
 
     assert isinstance(found[0], MemoryError), found
     assert isinstance(found[1], autoaccum.RankFailedError), found
@@ -298,16 +306,16 @@ def test_rank_0_without_room_for_the_whole_state_tells_the_others(crew, tmp_path
         ({"last_layer_is_whole": True}, "parameter '3.weight' is trained and on every rank whole"),
     ],
 )
-def test_what_every_rank_would_do_by_itself_is_refused(crew, arguments, text):
-    answers = crew.answers("sharded_training:train", size=2, target_batch=16, shard_data=True, **arguments)
+def test_what_every_rank_would_do_by_itself_is_refused(rank_pool, arguments, text):
+    answers = rank_pool.answers("sharded:train", size=2, target_batch=16, shard_data=True, **arguments)
 
     for answer in answers:
         assert isinstance(answer, autoaccum.InvalidInputError), answer
         assert re.search(text, str(answer))
 
 
-def test_one_process_is_told_to_have_others(crew):
-    (answer,) = crew.answers("sharded_training:train", size=1, target_batch=16)
+def test_one_process_is_told_to_have_others(rank_pool):
+    (answer,) = rank_pool.answers("sharded:train", size=1, target_batch=16)
 
     assert isinstance(answer, autoaccum.InvalidInputError), answer
     assert "parameter '0.weight' is a DTensor" in str(answer)
@@ -315,18 +323,16 @@ def test_one_process_is_told_to_have_others(crew):
 
 @pytest.mark.parametrize("kind", ["train", "unsharded"])
 def test_optimizer_with_modes_goes_on_bit_for_bit_and_its_checkpoint_holds_the_weights_for_evaluation(
-    crew, tmp_path, kind
+    rank_pool, tmp_path, kind
 ):
     pytest.importorskip("schedulefree", reason="schedulefree is not installed")
     run = {name: value for name, value in RUN.items() if name not in ("norm", "dropout")}
-    run["optimizer"] = rank_training.schedule_free
-    expected = crew.run(f"sharded_training:{kind}", size=2, **run)
-    stopped = crew.run(
-        f"sharded_training:{kind}", size=2, checkpoint=tmp_path, **{**run, "epochs": None, "max_steps": 3}
-    )
+    run["optimizer"] = training.schedule_free
+    expected = rank_pool.run(f"sharded:{kind}", size=2, **run)
+    stopped = rank_pool.run(f"sharded:{kind}", size=2, checkpoint=tmp_path, **{**run, "epochs": None, "max_steps": 3})
     (state,) = (torch.load(path, weights_only=True) for path in tmp_path.glob("step-*/state.pt"))
 
-    found = crew.run(f"sharded_training:{kind}", size=2, checkpoint=tmp_path, resume=True, **run)
+    found = rank_pool.run(f"sharded:{kind}", size=2, checkpoint=tmp_path, resume=True, **run)
 
     assert all(map(torch.equal, state["modules"][0]["state"].values(), stopped[0]["parameters"]))
     for one in found:

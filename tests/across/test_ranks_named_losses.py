@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autoaccum
-import rank_entries
+from support.ranks import named_losses
 
 
 def assert_alike(found, expected):
@@ -15,19 +15,19 @@ def assert_alike(found, expected):
             assert losses == pytest.approx(expected_losses)
 
 
-@pytest.mark.parametrize("kind", rank_entries.LOSSES)
-def test_what_is_reported_is_that_of_the_whole_window(crew, kind):
-    expected = rank_entries.train(0, 1, kind)
+@pytest.mark.parametrize("kind", named_losses.LOSSES)
+def test_what_is_reported_is_that_of_the_whole_window(rank_pool, kind):
+    expected = named_losses.train(0, 1, kind)
 
-    for found in crew.run("rank_entries:train", kind, size=3):
+    for found in rank_pool.run("named_losses:train", kind, size=3):
         assert_alike(found, expected)
 
 
-@pytest.mark.parametrize("kind", rank_entries.LOSSES)
-def test_entry_that_only_one_rank_reports_keeps_nobody_waiting(crew, kind):
-    expected = rank_entries.train(0, 1, kind)
+@pytest.mark.parametrize("kind", named_losses.LOSSES)
+def test_entry_that_only_one_rank_reports_keeps_nobody_waiting(rank_pool, kind):
+    expected = named_losses.train(0, 1, kind)
 
-    answers = crew.run("rank_entries:train", kind, only_on=1, size=2)
+    answers = rank_pool.run("named_losses:train", kind, only_on=1, size=2)
 
     for found in answers:
         assert found["losses"] == answers[0]["losses"]
@@ -37,8 +37,8 @@ def test_entry_that_only_one_rank_reports_keeps_nobody_waiting(crew, kind):
             assert losses.keys() == expected_losses.keys()
 
 
-def test_count_of_a_part_of_the_window_is_refused_on_all_ranks(crew):
+def test_count_of_a_part_of_the_window_is_refused_on_all_ranks(rank_pool):
     """The sum of such losses is not the mean over the window."""
-    for answer in crew.answers("rank_entries:divided_by_own_count", size=2):
+    for answer in rank_pool.answers("named_losses:divided_by_own_count", size=2):
         assert isinstance(answer, autoaccum.InvalidInputError)
         assert "'num_items_in_batch', a number of a batch of the loader" in str(answer)

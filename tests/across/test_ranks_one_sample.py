@@ -2,20 +2,20 @@
 
 import pytest
 
-import rank_training
-from helpers import a_few_of
-from rank_training import assert_trained_as
+from support.models.small import a_few_of
+from support.ranks import training
+from support.ranks.training import assert_trained_as
 
 # Of unlike numbers of tokens, which go by turns to ranks; alike on a rank, and late.
-ALIKE = [text for text in rank_training.texts(30) for _ in range(2)]
-LATE = rank_training.texts(1) * 8 + rank_training.texts(10)
+ALIKE = [text for text in training.texts(30) for _ in range(2)]
+LATE = training.texts(1) * 8 + training.texts(10)
 
 
-def check(crew, train, size, micro_batch, **asked):
+def check(rank_pool, train, size, micro_batch, **asked):
     asked |= {"target_batch": size * micro_batch, "max_steps": 6}
-    expected = rank_training.train(0, 1, micro_batch=size * micro_batch, **asked)
+    expected = training.train(0, 1, micro_batch=size * micro_batch, **asked)
 
-    found = crew.run(train, size=size, micro_batch=micro_batch, shard_data=True, **asked)
+    found = rank_pool.run(train, size=size, micro_batch=micro_batch, shard_data=True, **asked)
 
     assert_trained_as(found, expected)
 
@@ -23,11 +23,11 @@ def check(crew, train, size, micro_batch, **asked):
 @pytest.mark.parametrize(
     ("loss", "size"), a_few_of(["tokens, found out", "pair", "sum", "vector", "several", "list"], [2, 3])
 )
-def test_gradient_is_that_of_the_window_from_the_first_on(crew, loss, size):
-    check(crew, "rank_training:train", size, 1, loss=loss)
+def test_gradient_is_that_of_the_window_from_the_first_on(rank_pool, loss, size):
+    check(rank_pool, "training:train", size, 1, loss=loss)
 
 
 @pytest.mark.parametrize(("data", "each"), [(ALIKE, 2), (LATE, 1)], ids=["alike", "late"])
-@pytest.mark.parametrize("train", ["rank_training:train", "sharded_training:train"])
-def test_samples_that_are_alike_on_each_rank_are_compared_with_those_of_others(crew, train, data, each):
-    check(crew, train, 2, each, loss="tokens, found out", data=data)
+@pytest.mark.parametrize("train", ["training:train", "sharded:train"])
+def test_samples_that_are_alike_on_each_rank_are_compared_with_those_of_others(rank_pool, train, data, each):
+    check(rank_pool, train, 2, each, loss="tokens, found out", data=data)

@@ -1,4 +1,4 @@
-"""Ray Train's workers train together, one is killed and started again, another lacks memory: see tests/ray_job.py."""
+"""Ray Train's workers train together, one is killed and started again, another lacks memory as `ray_job` says."""
 
 import importlib.util
 import json
@@ -11,9 +11,9 @@ import tempfile
 import pytest
 import torch
 
-import ray_job
-from folders import TESTS
-from helpers import assert_bitwise
+from support.models.small import assert_bitwise
+from support.processes.folders import SUPPORT, TESTS
+from support.ranks import ray_job
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,7 +36,7 @@ def home(tmp_path_factory):
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     done = subprocess.run(
-        [sys.executable, str(TESTS / "ray_job.py"), str(folder), ray_folder],
+        [sys.executable, str(SUPPORT / "ranks" / "ray_job.py"), str(folder), ray_folder],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -4,89 +4,88 @@ import pytest
 import torch
 
 import autoaccum
-import rank_resharding
-import rank_training
-from rank_training import FAR, assert_alike, assert_trained_as, far
+from support.ranks import resharding, training
+from support.ranks.training import FAR, assert_alike, assert_trained_as, far
 
 # Windows of the first epoch, and of both: 50 samples in windows of 16.
 EPOCH, ALL = 4, 8
 
 
-def run(crew, folder, size, **arguments):
+def run(rank_pool, folder, size, **arguments):
     if size == 1:
-        return [rank_resharding.train(0, 1, folder, **arguments)]
-    return crew.run("rank_resharding:train", folder, size=size, **arguments)
+        return [resharding.train(0, 1, folder, **arguments)]
+    return rank_pool.run("resharding:train", folder, size=size, **arguments)
 
 
-@pytest.mark.parametrize("kind", rank_resharding.LOADERS)
-def test_order_of_several_ranks_is_that_of_one_process(crew, kind):
-    expected = run(crew, None, 1, kind=kind, steps=ALL)
+@pytest.mark.parametrize("kind", resharding.LOADERS)
+def test_order_of_several_ranks_is_that_of_one_process(rank_pool, kind):
+    expected = run(rank_pool, None, 1, kind=kind, steps=ALL)
 
-    found = run(crew, None, 2, kind=kind, steps=ALL)
+    found = run(rank_pool, None, 2, kind=kind, steps=ALL)
 
     assert_trained_as(found, expected[0])
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 @pytest.mark.parametrize("kind", ["in_order", "own_generator", "of_numpy"])
-def test_run_goes_on_after_an_epoch_with_any_number_of_processes(crew, tmp_path, before, after, kind):
-    expected = run(crew, None, 1, kind=kind, steps=ALL)
-    run(crew, str(tmp_path), before, kind=kind, steps=None, epochs=1)
+def test_run_goes_on_after_an_epoch_with_any_number_of_processes(rank_pool, tmp_path, before, after, kind):
+    expected = run(rank_pool, None, 1, kind=kind, steps=ALL)
+    run(rank_pool, str(tmp_path), before, kind=kind, steps=None, epochs=1)
 
-    found = run(crew, str(tmp_path), after, kind=kind, steps=ALL)
+    found = run(rank_pool, str(tmp_path), after, kind=kind, steps=ALL)
 
     assert_alike(found)
     assert found[0]["steps"] == expected[0]["steps"]
     assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
 
 
-def test_run_goes_on_within_an_epoch_in_which_one_rank_has_no_samples(crew, tmp_path):
-    options = {"size": 2, "data": rank_training.vectors(12), "target_batch": 8, "micro_batch": 2}
-    expected = crew.run("rank_training:with_own_samples", [12, 0], **options)
-    crew.run("rank_training:with_own_samples", [12, 0], checkpoint=str(tmp_path), max_steps=1, **options)
+def test_run_goes_on_within_an_epoch_in_which_one_rank_has_no_samples(rank_pool, tmp_path):
+    options = {"size": 2, "data": training.vectors(12), "target_batch": 8, "micro_batch": 2}
+    expected = rank_pool.run("training:with_own_samples", [12, 0], **options)
+    rank_pool.run("training:with_own_samples", [12, 0], checkpoint=str(tmp_path), max_steps=1, **options)
 
-    found = crew.run("rank_training:with_own_samples", [12, 0], checkpoint=str(tmp_path), **options)
+    found = rank_pool.run("training:with_own_samples", [12, 0], checkpoint=str(tmp_path), **options)
 
     assert_alike(found)
     assert all(map(torch.equal, found[0]["parameters"], expected[0]["parameters"]))
 
 
-def test_run_between_epochs_goes_on_with_the_generators_of_its_loader(crew, tmp_path):
-    expected = run(crew, None, 2, kind="own_generator", steps=None)
-    run(crew, str(tmp_path), 2, kind="own_generator", steps=None, epochs=1)
+def test_run_between_epochs_goes_on_with_the_generators_of_its_loader(rank_pool, tmp_path):
+    expected = run(rank_pool, None, 2, kind="own_generator", steps=None)
+    run(rank_pool, str(tmp_path), 2, kind="own_generator", steps=None, epochs=1)
 
-    found = run(crew, str(tmp_path), 2, kind="own_generator", steps=None)
+    found = run(rank_pool, str(tmp_path), 2, kind="own_generator", steps=None)
 
     assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
 
 
 @pytest.mark.parametrize(("shard_data", "stop"), [(True, EPOCH + 2), (False, 2 * EPOCH + 1)])
-def test_run_within_a_later_epoch_goes_on_with_the_generator_of_its_sampler(crew, tmp_path, shard_data, stop):
+def test_run_within_a_later_epoch_goes_on_with_the_generator_of_its_sampler(rank_pool, tmp_path, shard_data, stop):
     arguments = {"size": 2, "kind": "of_numpy", "shard_data": shard_data}
-    expected = crew.run("rank_resharding:train", None, steps=stop + 2, **arguments)
-    crew.run("rank_resharding:train", str(tmp_path), steps=stop, **arguments)
+    expected = rank_pool.run("resharding:train", None, steps=stop + 2, **arguments)
+    rank_pool.run("resharding:train", str(tmp_path), steps=stop, **arguments)
 
-    found = crew.run("rank_resharding:train", str(tmp_path), steps=stop + 2, **arguments)
+    found = rank_pool.run("resharding:train", str(tmp_path), steps=stop + 2, **arguments)
 
     assert far(found[0]["parameters"], expected[0]["parameters"]) == 0.0
 
 
-def test_random_state_of_ranks_goes_on_where_the_loader_draws_from_it_too(crew, tmp_path):
+def test_random_state_of_ranks_goes_on_where_the_loader_draws_from_it_too(rank_pool, tmp_path):
     arguments = {"size": 2, "kind": "shuffled", "dropout": 0.3}
-    expected = crew.run("rank_resharding:train", None, steps=ALL, **arguments)
-    crew.run("rank_resharding:train", str(tmp_path), steps=2, **arguments)
+    expected = rank_pool.run("resharding:train", None, steps=ALL, **arguments)
+    rank_pool.run("resharding:train", str(tmp_path), steps=2, **arguments)
 
-    found = crew.run("rank_resharding:train", str(tmp_path), steps=ALL, **arguments)
+    found = rank_pool.run("resharding:train", str(tmp_path), steps=ALL, **arguments)
 
     assert far(found[0]["parameters"], expected[0]["parameters"]) == 0.0
 
 
-def refusals(crew, folder, size, **arguments):
+def refusals(rank_pool, folder, size, **arguments):
     if size == 1:
         with pytest.raises(autoaccum.CheckpointError) as caught:
-            run(crew, folder, size, **arguments)
+            run(rank_pool, folder, size, **arguments)
         return [str(caught.value)]
-    answers = crew.answers("rank_resharding:train", folder, size=size, **arguments)
+    answers = rank_pool.answers("resharding:train", folder, size=size, **arguments)
     assert all(isinstance(answer, autoaccum.CheckpointError) for answer in answers), answers
     return list(map(str, answers))
 
@@ -106,18 +105,20 @@ SHARED, OWN = "processes (shard_data=True)", "processes with loaders of their ow
         ((2, False), (3, False), [f"by 2 {OWN} in the middle", f"to 3 {OWN}"]),
     ],
 )
-def test_checkpoint_within_an_epoch_that_cannot_be_shared_out_anew_says_what_to_do(crew, tmp_path, before, after, says):
-    run(crew, str(tmp_path), before[0], shard_data=before[1], kind="in_order", steps=1)
+def test_checkpoint_within_an_epoch_that_cannot_be_shared_out_anew_says_what_to_do(
+    rank_pool, tmp_path, before, after, says
+):
+    run(rank_pool, str(tmp_path), before[0], shard_data=before[1], kind="in_order", steps=1)
 
-    texts = refusals(crew, str(tmp_path), after[0], shard_data=after[1], kind="in_order", steps=ALL)
+    texts = refusals(rank_pool, str(tmp_path), after[0], shard_data=after[1], kind="in_order", steps=ALL)
 
     for text in texts:
         assert all(one in text for one in [*says, "until an epoch ends, or pass resume=False"]), text
 
 
-def test_other_loader_is_refused(crew, tmp_path):
-    run(crew, str(tmp_path), 2, kind="in_order", steps=1)
+def test_other_loader_is_refused(rank_pool, tmp_path):
+    run(rank_pool, str(tmp_path), 2, kind="in_order", steps=1)
 
-    texts = refusals(crew, str(tmp_path), 2, kind="own_generator", steps=ALL)
+    texts = refusals(rank_pool, str(tmp_path), 2, kind="own_generator", steps=ALL)
 
     assert all("a loader that has 0 random generators of its own, and this one has 1" in text for text in texts), texts

@@ -12,18 +12,32 @@ import pytest
 from torch import distributed
 
 import autoaccum
-import warm
-from folders import TESTS
-
-HERE = TESTS
+from support.processes import fork_server
+from support.processes.folders import SUPPORT, TESTS
 
 
 def torchrun(folder, action, *options, size=2, kind=""):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     # An older torch would else let all that it starts on a machine meet at one and the same port.
-    command = [*warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options]
+    command = [
+        *fork_server.python(),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(size),
+        *options,
+    ]
     return subprocess.Popen(
-        [*command, "--no-python", *warm.python(), str(HERE / "torchrun_job.py"), str(folder), action, kind],
+        [
+            *command,
+            "--no-python",
+            *fork_server.python(),
+            str(SUPPORT / "ranks" / "torchrun_job.py"),
+            str(folder),
+            action,
+            kind,
+        ],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -40,8 +54,8 @@ def finished(folder, action, *options, size=2, kind=""):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(crew, tmp_path_factory):
-    return crew.run("torchrun_job:train", tmp_path_factory.mktemp("undisturbed"), size=2)
+def undisturbed(rank_pool, tmp_path_factory):
+    return rank_pool.run("torchrun_job:train", tmp_path_factory.mktemp("undisturbed"), size=2)
 
 
 def test_rank_that_is_killed_is_started_again_and_the_training_ends_where_the_undisturbed_one_ends(
@@ -53,7 +67,7 @@ def test_rank_that_is_killed_is_started_again_and_the_training_ends_where_the_un
     assert found[0]["numbers"] == found[1]["numbers"] == undisturbed[0]["numbers"]
 
 
-def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(crew, tmp_path, undisturbed):
+def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(rank_pool, tmp_path, undisturbed):
     with torchrun(tmp_path, "wait") as process:
         deadline = time.monotonic() + 150
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
@@ -64,7 +78,7 @@ def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(crew, tm
         said = process.communicate(timeout=100)[1]
     assert process.returncode != 0, said
 
-    found = crew.run("torchrun_job:train", tmp_path, size=2)
+    found = rank_pool.run("torchrun_job:train", tmp_path, size=2)
 
     assert found[0]["from"] in (3, 4, 5), said
     assert found[0]["from"] == found[1]["from"]
@@ -75,8 +89,8 @@ def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(crew, tm
 
 
 @pytest.fixture(scope="module")
-def undisturbed_spread(crew, tmp_path_factory):
-    return crew.run("torchrun_job:train", tmp_path_factory.mktemp("undisturbed"), size=2, is_spread=True)
+def undisturbed_spread(rank_pool, tmp_path_factory):
+    return rank_pool.run("torchrun_job:train", tmp_path_factory.mktemp("undisturbed"), size=2, is_spread=True)
 
 
 @pytest.mark.slow  # a rank that is killed, and a spread model that goes on, have quick tests of their own
@@ -88,12 +102,14 @@ def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_pa
 
 
 def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_where_the_ranks_start_again(
-    crew, tmp_path, undisturbed_spread
+    rank_pool, tmp_path, undisturbed_spread
 ):
-    ended = crew.answers("torchrun_job:train", tmp_path, "lack", wait_s=3, size=2, is_spread=True)
+    ended = rank_pool.answers("torchrun_job:train", tmp_path, "lack", wait_s=3, size=2, is_spread=True)
     assert [type(one) for one in ended] == [autoaccum.StartAgainError] * 2, ended
 
-    assert_is_smaller_cut(crew.run("torchrun_job:train", tmp_path, "lack", size=2, is_spread=True), undisturbed_spread)
+    assert_is_smaller_cut(
+        rank_pool.run("torchrun_job:train", tmp_path, "lack", size=2, is_spread=True), undisturbed_spread
+    )
 
 
 @pytest.mark.slow  # by torchrun itself
@@ -139,11 +155,11 @@ def test_variables_that_are_half_set_or_wrong_are_named(monkeypatch, variables, 
         autoaccum.join_ranks("cpu")
 
 
-def test_rank_goes_on_only_when_all_have_set_up_the_group(crew):
+def test_rank_goes_on_only_when_all_have_set_up_the_group(rank_pool):
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
 
-    times = crew.run("rank_training:meet", port, 1.0, size=2)
+    times = rank_pool.run("training:meet", port, 1.0, size=2)
 
     assert min(after for _, after in times) >= max(there for there, _ in times)
 

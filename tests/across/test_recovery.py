@@ -8,11 +8,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import autoaccum
-import rank_losses
-import rank_training
-from faults import differences, state_of
-from helpers import runner_of
-from sharded_training import Greedy
+from support.faults.modes import differences, state_of
+from support.models.small import runner_of
+from support.ranks import losses, training
+from support.ranks.sharded import Greedy
 
 SAMPLES = 24
 LACK = torch.OutOfMemoryError("CUDA out of memory.")
@@ -316,8 +315,8 @@ def test_memory_that_runs_out_within_cross_entropy_makes_micro_batches_smaller(m
 @pytest.mark.parametrize("micro_batch", ["auto", 6])
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_memory_that_runs_out_where_weights_of_pairs_are_counted_makes_micro_batches_smaller(most, micro_batch):
-    whole = with_pairs(rank_training.net(), micro_batch=12)
-    model = rank_training.net()
+    whole = with_pairs(training.net(), micro_batch=12)
+    model = training.net()
     model.insert(2, Greedy(most))
 
     found = with_pairs(model, micro_batch=micro_batch)
@@ -330,10 +329,10 @@ def with_pairs(model, **arguments):
     """Train with real failures of the allocator; pairs weigh micro-batches by what all of them count."""
     return autoaccum.fit(
         model,
-        DataLoader(rank_training.texts(48), batch_size=12),
+        DataLoader(training.texts(48), batch_size=12),
         12,
-        loss=rank_losses.two_pairs,
-        optimizer=rank_training.sgd,
+        loss=losses.two_pairs,
+        optimizer=training.sgd,
         device="cpu",
         progress=False,
         **arguments,

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from helpers import WITHOUT_WARNINGS
+from support.models.small import WITHOUT_WARNINGS
 
 pytestmark = [WITHOUT_WARNINGS, pytest.mark.usefixtures("accelerate_as_it_was")]
 CLASSES = 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autoaccum
-from long_runs import Run, StopAt, StoppedError
+from support.training.long_runs import Run, StopAt, StoppedError
 
 
 class InterruptsAfter(autoaccum.Callback):

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import os
 import subprocess
 import threading
 
@@ -15,11 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import autoaccum
-import warm
 from autoaccum.errors import CheckpointError
-from folders import TESTS
-from helpers import a_few_of, fit_quietly
-from long_runs import (
+from support.models.small import a_few_of, fit_quietly
+from support.processes import fork_server
+from support.processes.folders import SUPPORT, TESTS
+from support.training.long_runs import (
     BATCH,
     EPOCHS,
     SAMPLES,
@@ -78,9 +79,10 @@ KILLS, TERMINATIONS = 10, 3
 def lives(tmp_path_factory):
     """Runs whose processes were ended at random moments; `python scripts/attack.py kills` makes many more."""
     folder = tmp_path_factory.mktemp("lives")
-    script = TESTS / "kill_often.py"
+    script = SUPPORT / "faults" / "kills.py"
     arguments = [str(KILLS), str(TERMINATIONS), "0"]
-    subprocess.run([*warm.python(), "-W", "error", script, folder, *arguments], check=True, timeout=250)
+    command = [*fork_server.python(), "-W", "error", script, folder, *arguments]
+    subprocess.run(command, check=True, timeout=250, env=os.environ | {"PYTHONPATH": str(TESTS)})
     return folder
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import autoaccum
-import rank_rungs
-from fallback_models import Wide, seed
-from faults import FailAt
-from rung_training import STEPS, assert_same, is_plain, replayed, trained
+from support.faults.modes import FailAt
+from support.models.memory_heavy import Wide, seed
+from support.ranks import savings
+from support.training.savings import STEPS, assert_same, is_plain, replayed, trained
 
 CAPACITY = "3MiB"
 # Operators that make model and data.
@@ -65,7 +65,7 @@ def test_run_that_needed_offload_is_resumed_where_activations_are_on_the_host_an
         seed()
         return autoaccum.fit(
             Wide().double(),
-            rank_rungs.data(6),
+            savings.data(6),
             8,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
             device=device,

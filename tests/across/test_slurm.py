@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from slurm_jobs import Job, command, needs_slurm
+from support.processes.slurm_jobs import Job, command, needs_slurm
 
 pytestmark = needs_slurm
 

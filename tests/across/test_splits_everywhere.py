@@ -9,22 +9,22 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autoaccum
-import split_training
 from autoaccum.errors import InvalidInputError
-from helpers import Limited, fit_quietly
-from rank_training import FAR, assert_alike, far, sgd
+from support.models.small import Limited, fit_quietly
+from support.ranks.training import FAR, assert_alike, far, sgd
+from support.training import splits
 
 TARGET = 16
-OF_ROWS = {"loss": split_training.mean, "forward": split_training.forward, "device": "cpu"}
+OF_ROWS = {"loss": splits.mean, "forward": splits.forward, "device": "cpu"}
 
 
 def loader():
-    return DataLoader(split_training.rows(), batch_size=7, collate_fn=list)
+    return DataLoader(splits.rows(), batch_size=7, collate_fn=list)
 
 
 def updated(loss, collate, data, *, micro_batch, weight=None, **options):
     """The parameters after one update from all of some samples, by fit in micro-batches of some size."""
-    model = split_training.net()
+    model = splits.net()
     fit_quietly(
         model,
         [data],
@@ -39,7 +39,7 @@ def updated(loss, collate, data, *, micro_batch, weight=None, **options):
 
 
 def updated_by_hand(loss, batch):
-    model = split_training.net()
+    model = splits.net()
     optimizer = sgd(model.parameters())
     inputs, targets = batch
     loss(model(inputs), targets).backward()
@@ -48,25 +48,25 @@ def updated_by_hand(loss, batch):
 
 
 def test_fit_makes_the_updates_of_whole_windows():
-    made = split_training.train(0, 1, target_batch=TARGET, micro_batch=3, epochs=2)
+    made = splits.train(0, 1, target_batch=TARGET, micro_batch=3, epochs=2)
 
     assert made["samples"] == [16, 16, 12] * 2
-    assert far(made["parameters"], split_training.by_hand(TARGET, epochs=2)) <= FAR
+    assert far(made["parameters"], splits.by_hand(TARGET, epochs=2)) <= FAR
 
 
 def test_runner_takes_the_windows_of_a_split():
-    model, split = split_training.net(), split_training.split()
+    model, split = splits.net(), splits.split()
     runner = autoaccum.Runner(model, sgd(model.parameters()), autoaccum.plan(TARGET, 5), split=split, **OF_ROWS)
 
     for window in autoaccum.windows(loader(), TARGET, split=split):
         runner.step(window)
 
-    assert far([p.detach() for p in model.parameters()], split_training.by_hand(TARGET)) <= FAR
-    data = split_training.rows()
-    whole = split_training.collate(data)
+    assert far([p.detach() for p in model.parameters()], splits.by_hand(TARGET)) <= FAR
+    data = splits.rows()
+    whole = splits.collate(data)
     assert runner.step(data[:9]).samples == 9
     model.eval()
-    expected = split_training.mean(split_training.forward(model, whole), whole).detach()
+    expected = splits.mean(splits.forward(model, whole), whole).detach()
     assert runner.evaluate(loader()) == pytest.approx(float(expected), rel=1e-12)
 
 
@@ -87,18 +87,18 @@ def test_batches_that_keep_micro_batches_small_are_told_once(capsys):
     assert fit([loader[0], loader[0], *of_the_end], 8) == []
 
 
-def test_ranks_weigh_their_parts_by_the_split(crew):
-    found = crew.run("split_training:train", size=2, target_batch=TARGET, micro_batch=3, shard_data=True)
+def test_ranks_weigh_their_parts_by_the_split(rank_pool):
+    found = rank_pool.run("support.training.splits:train", size=2, target_batch=TARGET, micro_batch=3, shard_data=True)
 
     assert_alike(found)
-    assert far(found[0]["parameters"], split_training.by_hand(TARGET)) <= FAR
+    assert far(found[0]["parameters"], splits.by_hand(TARGET)) <= FAR
 
 
 def test_micro_batch_is_found_by_samples():
-    model, batch = Limited(split_training.net(), most=60), split_training.rows(8)
+    model, batch = Limited(splits.net(), most=60), splits.rows(8)
     before = copy.deepcopy(model.state_dict())
 
-    result = autoaccum.find_micro_batch(model, batch, split=split_training.split(), max_micro_batch=64, **OF_ROWS)
+    result = autoaccum.find_micro_batch(model, batch, split=splits.split(), max_micro_batch=64, **OF_ROWS)
 
     repeated = [len(batch[number % 8][1]) for number in range(64)]
     assert result.micro_batch == max(n for n in range(65) if sum(repeated[:n]) <= 60)
@@ -108,17 +108,17 @@ def test_micro_batch_is_found_by_samples():
 @pytest.mark.gpu_fakes
 def test_report_counts_by_the_split():
     report = autoaccum.preflight(
-        split_training.net(),
-        split_training.rows(8),
+        splits.net(),
+        splits.rows(8),
         TARGET,
-        split=split_training.split(),
+        split=splits.split(),
         gpus="h100-80gb",
         loader=loader(),
         **OF_ROWS,
     )
 
     assert report.fits
-    assert report.measured.pace.epoch_samples == split_training.SAMPLES
+    assert report.measured.pace.epoch_samples == splits.SAMPLES
     assert report.predicted[0].micro_batch == TARGET
 
 
@@ -139,7 +139,7 @@ def root(outputs, targets):
     ids=["inferred by running the model on parts of a list", "over the window"],
 )
 def test_loss_takes_samples_of_a_list(loss, scope):
-    data = split_training.rows(TARGET)
+    data = splits.rows(TARGET)
 
     cut = updated(loss, first_rows, data, micro_batch=3, loss_scope=scope)
 
@@ -203,7 +203,7 @@ def concatenated(samples):
     "loss", [nn.CrossEntropyLoss(), None, functional.cross_entropy], ids=["torch.nn", "default", "function"]
 )
 def test_mean_over_concatenated_targets_is_weighed_by_them(loss):
-    data = split_training.rows(11)
+    data = splits.rows(11)
 
     cut = updated(loss, concatenated, data, micro_batch=3)
 
@@ -220,10 +220,10 @@ def test_collator_that_draws_is_counted_as_it_trains(loss):
         inputs, targets = concatenated(samples)
         return inputs, torch.where(torch.rand(len(targets)) < 0.5, targets, -100)
 
-    data = split_training.rows(12)
+    data = splits.rows(12)
     cut = updated(loss, masked, data, micro_batch=4)
 
-    split_training.net()  # seeds the draws, as before
+    splits.net()  # seeds the draws, as before
     by_size = sorted(data, key=lambda sample: max(map(torch.numel, sample)), reverse=True)
     parts = [masked(by_size[start : start + 4]) for start in (0, 4, 8)]
     whole = [torch.cat(both) for both in zip(*parts, strict=True)]
@@ -246,11 +246,11 @@ def own_loss(outputs, targets):
 )
 def test_weight_that_cannot_be_one_is_refused(weight, message):
     with pytest.raises(InvalidInputError, match=message):
-        updated(own_loss, concatenated, split_training.rows(9), micro_batch=3, weight=weight)
+        updated(own_loss, concatenated, splits.rows(9), micro_batch=3, weight=weight)
 
 
 def test_samples_without_rows_are_no_reason_to_fail():
-    data = [(torch.zeros(0, 6, dtype=torch.float64), torch.zeros(0, dtype=torch.long)), *split_training.rows(8)]
+    data = [(torch.zeros(0, 6, dtype=torch.float64), torch.zeros(0, dtype=torch.long)), *splits.rows(8)]
 
     def loss(outputs, targets):
         return functional.cross_entropy(outputs, targets, reduction="sum"), len(targets)
@@ -261,11 +261,11 @@ def test_samples_without_rows_are_no_reason_to_fail():
 
 
 def test_window_of_another_split_than_the_runners_is_refused():
-    split = split_training.split()
+    split = splits.split()
     (window, *_) = autoaccum.windows(loader(), TARGET, split=split)
-    model = split_training.net()
+    model = splits.net()
 
-    for other in (None, split_training.split()):
+    for other in (None, splits.split()):
         runner = autoaccum.Runner(model, sgd(model.parameters()), autoaccum.plan(TARGET, 5), split=other, **OF_ROWS)
         with pytest.raises(InvalidInputError, match=r"made with split=ListOfSamples\(collate\), and the Runner has"):
             runner.step(window)

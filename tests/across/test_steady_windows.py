@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
-from helpers import runner_of
+from support.models.small import runner_of
 
 SAMPLES, MICRO_BATCH = 12, 4
 WINDOWS = 6  # the sixth is neither the first nor a power of two

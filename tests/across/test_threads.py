@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from helpers import assert_bitwise
+from support.models.small import assert_bitwise
 
 WINDOW = (torch.randn(20, 6), torch.randint(2, (20,)))
 QUIET = {"device": "cpu", "progress": False, "micro_batch": 7}

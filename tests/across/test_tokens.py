@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import autoaccum
-from faults import FailAt
-from helpers import assert_bitwise
-from long_runs import StopAt, StoppedError
-from ragged import Causal, lengths_of, loader_of, padded, texts
+from support.data.ragged import Causal, lengths_of, loader_of, padded, texts
+from support.faults.modes import FailAt
+from support.models.small import assert_bitwise
+from support.training.long_runs import StopAt, StoppedError
 
 SAMPLES, BATCH, TOKENS = 48, 8, 90
 
@@ -273,7 +273,7 @@ def flat(model):
 
 @pytest.mark.parametrize(("loader", "shard_data"), [("own", False), ("in order", True)])
 def test_ranks_each_come_nearest_to_their_part_of_the_target_in_batches_of_their_own_or_dealt_out(
-    crew, loader, shard_data
+    rank_pool, loader, shard_data
 ):
     each = texts(*lengths_of(SAMPLES))
     of_rank = [
@@ -285,8 +285,8 @@ def test_ranks_each_come_nearest_to_their_part_of_the_target_in_batches_of_their
     windows = [one + other for one, other in itertools.zip_longest(*of_rank, fillvalue=[])]
     expected = by_hand(windows)
 
-    answers = crew.run(
-        "rank_tokens:train", SAMPLES, BATCH, size=2, loader=loader, target_tokens=90, shard_data=shard_data
+    answers = rank_pool.run(
+        "tokens:train", SAMPLES, BATCH, size=2, loader=loader, target_tokens=90, shard_data=shard_data
     )
 
     for found in answers:
@@ -295,23 +295,23 @@ def test_ranks_each_come_nearest_to_their_part_of_the_target_in_batches_of_their
 
 
 @pytest.mark.parametrize("shard_data", [True, False])
-def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(crew, shard_data):
+def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(rank_pool, shard_data):
     options = {"target_tokens": TOKENS, "drop_last": True, "shard_data": shard_data, "micro_batch": 5}
     loader = "in order" if shard_data else "own, of unlike number"
 
-    one, other = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, loader=loader, **options)
+    one, other = rank_pool.run("tokens:train", SAMPLES, BATCH, size=2, loader=loader, **options)
 
     assert one["samples"] == other["samples"]
     assert torch.equal(one["parameters"], other["parameters"])
     assert sum(one["samples"]) < SAMPLES
 
 
-def test_ranks_that_go_on_in_tokens_end_where_the_undisturbed_end(crew, tmp_path):
+def test_ranks_that_go_on_in_tokens_end_where_the_undisturbed_end(rank_pool, tmp_path):
     options = {"size": 2, "loader": "shuffling", "target_tokens": TOKENS, "micro_batch": 5, "dropout": 0.2}
-    undisturbed = crew.run("rank_tokens:train", SAMPLES, BATCH, max_steps=7, **options)
-    crew.run("rank_tokens:train", SAMPLES, BATCH, max_steps=3, checkpoint=tmp_path, **options)
+    undisturbed = rank_pool.run("tokens:train", SAMPLES, BATCH, max_steps=7, **options)
+    rank_pool.run("tokens:train", SAMPLES, BATCH, max_steps=3, checkpoint=tmp_path, **options)
 
-    found = crew.run("rank_tokens:train", SAMPLES, BATCH, max_steps=7, checkpoint=tmp_path, **options)
+    found = rank_pool.run("tokens:train", SAMPLES, BATCH, max_steps=7, checkpoint=tmp_path, **options)
 
     assert all(one["resumed"] == 3 for one in found)
     assert found[0]["samples"] == undisturbed[0]["samples"][3:]

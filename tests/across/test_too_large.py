@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from helpers import fit_quietly
+from support.models.small import fit_quietly
 
 LARGEST = 16
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import BatchEncoding
 
 import autoaccum
-from faults import differences, state_of
-from helpers import runner_of
+from support.faults.modes import differences, state_of
+from support.models.small import runner_of
 
 LINES = 3  # the most that an error takes, at 120 characters
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from folders import ROOT
-from helpers import WITHOUT_WARNINGS
+from support.models.small import WITHOUT_WARNINGS
+from support.processes.folders import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 pytestmark = WITHOUT_WARNINGS

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from folders import ROOT
+from support.processes.folders import ROOT
 
 
 @pytest.fixture

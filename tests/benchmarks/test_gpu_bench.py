@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from folders import ROOT
+from support.processes.folders import ROOT
 
 pytestmark = pytest.mark.slow  # of measurements, by real processes
 

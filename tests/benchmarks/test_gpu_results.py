@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from folders import ROOT
+from support.processes.folders import ROOT
 
 _SPEC = importlib.util.spec_from_file_location("gpu_results", ROOT / "scripts" / "gpu_results.py")
 gpu_results = importlib.util.module_from_spec(_SPEC)

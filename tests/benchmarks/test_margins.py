@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from autoaccum._estimate.uncertainty import MARGINS
-from folders import ROOT
+from support.processes.folders import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import autoaccum
 from autoaccum._cli.app import cli
 from autoaccum._cli.exit_codes import MEANINGS, ExitCode, code_for
-from folders import ROOT
+from support.processes.folders import ROOT
 
 
 def invoke(*arguments):

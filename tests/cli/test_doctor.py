@@ -14,7 +14,7 @@ from autoaccum._cli.app import cli
 from autoaccum._cli.doctor import examine
 from autoaccum._memory.nvml import Driver, GPUReading
 from autoaccum._records import Neighbour
-from folders import ROOT
+from support.processes.folders import ROOT
 
 GIB, MIB = 2**30, 2**20
 FREE = GPUReading("NVIDIA H200", 140 * GIB, 139 * GIB, (), "a")

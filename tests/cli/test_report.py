@@ -12,13 +12,13 @@ import torch
 from click.testing import CliRunner
 
 import autoaccum
-import warm
 from autoaccum._cli import app, report
 from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._cli.report import verdict
 from autoaccum.errors import DeviceLostError, InvalidInputError
-from folders import ROOT
-from report_examples import DEVICE, GIB, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
+from support.data.reports import DEVICE, GIB, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
+from support.processes import fork_server
+from support.processes.folders import ROOT
 
 REPORT_PAGE = ROOT / "docs" / "report.md"
 
@@ -460,7 +460,7 @@ def test_the_prologue_on_the_page_is_a_script_that_a_shell_can_read(tmp_path):
 
 
 def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
-    command = [*warm.python(), "-m", "autoaccum", "report", f"{recipe}:on_host", "--json"]
+    command = [*fork_server.python(), "-m", "autoaccum", "report", f"{recipe}:on_host", "--json"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
@@ -486,7 +486,7 @@ except SystemExit as ended:
 )
 def test_torch_is_imported_once(recipe, options):
     """No process is started that would import it again."""
-    command = [*warm.python(), "-c", _COUNTED, "report", f"{recipe}:on_host", *options]
+    command = [*fork_server.python(), "-c", _COUNTED, "report", f"{recipe}:on_host", *options]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 

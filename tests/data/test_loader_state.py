@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import autoaccum
-from helpers import a_few_of
+from support.models.small import a_few_of
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

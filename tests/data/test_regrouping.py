@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import autoaccum
 from autoaccum._data.regrouping import stream, tokens_of
 from autoaccum._data.splits import piece_of
-from ragged import padded, texts
+from support.data.ragged import padded, texts
 
 
 def batches_of(lengths, size):

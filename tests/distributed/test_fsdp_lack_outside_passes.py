@@ -2,22 +2,22 @@
 
 import pytest
 
-import rank_training
-from rank_training import assert_trained_as
+from support.ranks import training
+from support.ranks.training import assert_trained_as
 
 
 def alone(**arguments):
-    return rank_training.train(0, 1, model=rank_training.net(), **arguments)
+    return training.train(0, 1, model=training.net(), **arguments)
 
 
 @pytest.mark.parametrize(
     ("where", "fails_at", "cut"), [("enter", 2, 2), ("transfer", 2, 2), ("reserve", 2, 1), ("after the passes", 2, 1)]
 )
-def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(crew, where, fails_at, cut):
+def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(rank_pool, where, fails_at, cut):
     asked = {"target_batch": 16, "micro_batch": 8, "shard_data": True, "epochs": 2}
     expected = alone(target_batch=16, micro_batch=16, epochs=2)
 
-    found = crew.run("sharded_lacking:lacking", where, fails_at=fails_at, size=2, **asked)
+    found = rank_pool.run("sharded_lacking:lacking", where, fails_at=fails_at, size=2, **asked)
 
     assert_trained_as(found, expected)
     assert found[0]["oom"] == 1
@@ -29,10 +29,10 @@ def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(cr
     "points",
     [[("after the passes", 2), ("transfer", 3)], [("reserve", 2), ("reserve", 3)], [("enter", 2), ("reserve", 3)]],
 )
-def test_ranks_may_lack_memory_one_after_the_other_each_somewhere_else(crew, points):
+def test_ranks_may_lack_memory_one_after_the_other_each_somewhere_else(rank_pool, points):
     asked = {"target_batch": 16, "micro_batch": 8, "shard_data": True, "epochs": 2}
     expected = alone(target_batch=16, micro_batch=16, epochs=2)
 
-    found = crew.run("sharded_lacking:lacking_each", points, size=2, **asked)
+    found = rank_pool.run("sharded_lacking:lacking_each", points, size=2, **asked)
 
     assert_trained_as(found, expected)

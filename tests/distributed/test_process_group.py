@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import warm
+from support.processes import fork_server
 
 RANKS = """
 import atexit
@@ -82,14 +82,14 @@ for _ in range(5):
 """
 
 
-def test_message_of_any_length_arrives_and_lack_of_memory_stands_in_place_of_any(crew):
-    for found in crew.run("rank_messages:exchanged", size=3):
+def test_message_of_any_length_arrives_and_lack_of_memory_stands_in_place_of_any(rank_pool):
+    for found in rank_pool.run("messages:exchanged", size=3):
         assert found == ([0, 5000, 2], [[0, 0], [1, 1], [2, 2]], 3000, 2)
 
 
 def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_process(tmp_path):
     left = {"end": False, "exit code": False, "error": True, "destroyed": False}
-    assert sorted(_logged(tmp_path, warm.python(), RANKS + ENDINGS)) == sorted(
+    assert sorted(_logged(tmp_path, fork_server.python(), RANKS + ENDINGS)) == sorted(
         f"{name} {rank}: {is_left}" for name, is_left in left.items() for rank in range(2)
     )
 

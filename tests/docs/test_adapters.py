@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from folders import ROOT
-from helpers import WITHOUT_WARNINGS
+from support.models.small import WITHOUT_WARNINGS
+from support.processes.folders import ROOT
 
 PAGE = (ROOT / "docs" / "your-loop.md").read_text()
 TABS = dict(re.findall(r"## (\w+)\n\n```diff\n(.*?)```", PAGE, flags=re.DOTALL))
@@ -46,7 +46,7 @@ def images(folder):
 
 def text(folder):
     pytest.importorskip("transformers")
-    from trainers import collated, model_of, rows_of  # noqa: PLC0415
+    from support.models.trainers import collated, model_of, rows_of  # noqa: PLC0415
 
     rows = collated(rows_of("gpt2", 40))
     dataset = [{key: values[row] for key, values in rows.items()} for row in range(40)]
@@ -55,7 +55,7 @@ def text(folder):
 
 def conversation(folder):
     pytest.importorskip("trl")
-    import trl_trainers  # noqa: PLC0415
+    from support.models import trl_trainers  # noqa: PLC0415
 
     rows = trl_trainers.data("sft", 40)
     names = {"model": trl_trainers.model("sft"), "dataset": rows, "tokenizer": trl_trainers.tokenizer()}

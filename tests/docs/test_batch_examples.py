@@ -11,7 +11,7 @@ import torch
 
 import autoaccum
 from autoaccum._launch.recipe import load_job
-from folders import ROOT
+from support.processes.folders import ROOT
 
 FOLDER = ROOT / "examples" / "batches"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))

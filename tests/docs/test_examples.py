@@ -9,7 +9,7 @@ import torch
 
 import autoaccum
 from autoaccum._launch.recipe import load_job
-from folders import ROOT
+from support.processes.folders import ROOT
 
 EXAMPLES = ROOT / "examples"
 

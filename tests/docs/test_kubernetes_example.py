@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from autoaccum._cli.exit_codes import ExitCode
-from folders import ROOT
+from support.processes.folders import ROOT
 
 EXAMPLE = ROOT / "examples" / "kubernetes-job.yaml"
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from folders import ROOT
+from support.processes.folders import ROOT
 
 SCRIPTS = ROOT / "scripts" / "docs_pictures"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

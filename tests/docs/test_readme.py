@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import autoaccum
-from folders import ROOT
+from support.processes.folders import ROOT
 
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import autoaccum
-from folders import ROOT
+from support.processes.folders import ROOT
 
 pytestmark = pytest.mark.slow
 

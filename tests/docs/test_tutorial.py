@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from folders import ROOT
+from support.processes.folders import ROOT
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 SCRIPTS = ROOT / "examples" / "tutorial"

@@ -4,8 +4,8 @@ import re
 
 import torch
 
-from folders import ROOT
-from helpers import fit_quietly
+from support.models.small import fit_quietly
+from support.processes.folders import ROOT
 
 PICTURE = (ROOT / "docs" / "window.svg").read_text()
 SAMPLES, CUT, CUT_AGAIN = 100, (34, 33, 33), (20, 20, 20, 20, 20)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from helpers import logged
+from support.models.small import logged
 
 MOMENTUM = 0.1
 

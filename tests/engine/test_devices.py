@@ -7,7 +7,7 @@ from torch import nn
 from autoaccum._engine import devices
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
-from helpers import CPU
+from support.models.small import CPU
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 

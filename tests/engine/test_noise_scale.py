@@ -10,8 +10,8 @@ from torch import nn
 import autoaccum
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._system.notices import Notices
-from faults import FailAt
-from rank_noise import Distance
+from support.faults.modes import FailAt
+from support.ranks.noise import Distance
 
 D = 12
 MEAN = torch.full((D,), 0.3, dtype=torch.float64)

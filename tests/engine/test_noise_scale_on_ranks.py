@@ -5,8 +5,8 @@ import torch
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_noise_of_gradients_is_the_same_on_one_rank_and_on_several(crew, ranks):
-    first, *others = crew.run("rank_noise:noise", size=ranks)
+def test_noise_of_gradients_is_the_same_on_one_rank_and_on_several(rank_pool, ranks):
+    first, *others = rank_pool.run("noise:noise", size=ranks)
 
     assert all(other == first for other in others)
     variances, squared_norms, samples = (torch.tensor(values).double() for values in zip(*first, strict=True))

@@ -8,7 +8,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum.errors import DoesNotFitError
-from helpers import assert_bitwise
+from support.models.small import assert_bitwise
 
 SAMPLES, WIDE = 200, 128
 WIDE_BYTES = SAMPLES * WIDE * 4  # of the largest activation with all samples at once

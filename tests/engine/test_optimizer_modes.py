@@ -9,8 +9,8 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.errors import StateDamagedError
-from helpers import assert_bitwise, batches_of, labelled, state_of
-from long_runs import Run, stopped_at
+from support.models.small import assert_bitwise, batches_of, labelled, state_of
+from support.training.long_runs import Run, stopped_at
 
 SAMPLES, BATCH = 32, 8
 DATA = labelled(SAMPLES)

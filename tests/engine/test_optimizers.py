@@ -7,7 +7,7 @@ from torch import nn
 from autoaccum._engine.optimizers import resolve
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from helpers import classifier
+from support.models.small import classifier
 
 NOTICES = Notices(silent=True)
 

@@ -7,8 +7,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from autoaccum._engine.optimizers import OptimizerList
 from autoaccum.errors import InvalidInputError
-from helpers import batches_of, fit_quietly, labelled
-from long_runs import Run, stopped_at
+from support.models.small import batches_of, fit_quietly, labelled
+from support.training.long_runs import Run, stopped_at
 
 DATA = labelled(32)
 

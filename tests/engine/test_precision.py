@@ -6,7 +6,7 @@ from torch import nn
 
 from autoaccum._engine.precision import PRECISIONS, resolve
 from autoaccum._system.notices import Notices
-from helpers import CPU
+from support.models.small import CPU
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

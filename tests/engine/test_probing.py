@@ -13,8 +13,8 @@ import torchvision
 from torch import nn
 
 import autoaccum
-from faults import FailAt, differences, state_of
-from folders import TESTS
+from support.faults.modes import FailAt, differences, state_of
+from support.processes.folders import TESTS
 
 
 class Hungry(nn.Module):

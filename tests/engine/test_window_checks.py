@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from helpers import CPU, logged
+from support.models.small import CPU, logged
 
 BATCH = torch.randn(8, 4), torch.arange(8) % 3
 

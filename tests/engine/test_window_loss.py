@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from helpers import assert_bitwise
+from support.models.small import assert_bitwise
 
 SAMPLES = 13
 SIZES = [13, 7, 5, 1]  # the last two but one are in unequal micro-batches

@@ -3,7 +3,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from allocations import real_peak
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import GPU
 from autoaccum._memory.simulated import Simulated
@@ -13,7 +12,8 @@ from autoaccum._saving.chunked_head import chunked
 from autoaccum._saving.chunked_loss import ChunkedLoss
 from autoaccum._saving.savings import offloaded
 from autoaccum.errors import InvalidInputError
-from helpers import a_few_of
+from support.models.small import a_few_of
+from support.processes.allocations import real_peak
 
 SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * 2**20, (8, 0), source="made up for tests")
 VOLTA = GPU("some-16gb", 16 * 2**30, 320 * 2**20, (7, 0), source="made up for tests")

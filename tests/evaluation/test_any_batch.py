@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from tiny_transformers import tiny
+from support.models.tiny_transformers import tiny
 
 
 def limited(most, function):

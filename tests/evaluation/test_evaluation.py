@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import autoaccum
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
+from support.models.small import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 
 SIZES = (4, 1, 7, 3)
 SAMPLES = sum(SIZES)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from faults import differences, state_of
+from support.faults.modes import differences, state_of
 
 # What an operator has no deterministic form of is told by a warning, and equal in these trainings all the same.
 pytestmark = pytest.mark.filterwarnings("ignore")

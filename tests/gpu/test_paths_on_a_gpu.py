@@ -16,7 +16,7 @@ from autoaccum._data.transfer import Transfer
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._saving import chunked_loss
 from autoaccum._saving.savings import offloaded
-from helpers import assert_bitwise, logged
+from support.models.small import assert_bitwise, logged
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from helpers import assert_bitwise, state_of
+from support.models.small import assert_bitwise, state_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from faults import differences, state_of
+from support.faults.modes import differences, state_of
 
 # What an operator has no deterministic form of is told by a warning, and equal in these trainings all the same.
 ON_GPU = torch.cuda.is_available()

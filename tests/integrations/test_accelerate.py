@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.integrations.accelerate import auto_accumulate
-from faults import FailAt
-from helpers import Limited
-from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
+from support.data.small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
+from support.faults.modes import FailAt
+from support.models.small import Limited
 
 
 @pytest.fixture(autouse=True)
@@ -188,10 +188,10 @@ def test_training_resumes_from_accelerates_checkpoint(tmp_path):
     assert_same(plain, second)
 
 
-def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(crew):
-    (alone,) = crew.run("rank_adapters:accelerate", size=1, is_ours=False)
+def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(rank_pool):
+    (alone,) = rank_pool.run("adapters:accelerate", size=1, is_ours=False)
 
-    found = crew.run("rank_adapters:accelerate", size=2, most={1: 2})
+    found = rank_pool.run("adapters:accelerate", size=2, most={1: 2})
 
     assert found[0] == found[1]
     assert found[0]["losses"] == pytest.approx(alone["losses"])

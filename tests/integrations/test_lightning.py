@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.integrations.lightning import AutoAccumulate
-from faults import FailAt
-from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
+from support.data.small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
+from support.faults.modes import FailAt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -746,10 +746,10 @@ def test_strategies_that_divide_the_model_are_refused_by_name(kind):
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(crew):
-    (alone,) = crew.run("rank_adapters:lightning", size=1, is_ours=False)
+def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(rank_pool):
+    (alone,) = rank_pool.run("adapters:lightning", size=1, is_ours=False)
 
-    found = crew.run("rank_adapters:lightning", size=2, most={1: 2})
+    found = rank_pool.run("adapters:lightning", size=2, most={1: 2})
 
     assert [one["steps"] for one in found] == [3, 3]
     assert found[0]["parameters"] == found[1]["parameters"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import autoaccum
-import sharded_adapters
-from rank_training import FAR, far
+from support.ranks import sharded_adapters
+from support.ranks.training import FAR, far
 
 FORMS = ["full", "sharded"]
 
@@ -17,11 +17,11 @@ def assert_ends_alike(found, alone, size=2):
         assert far(one["parameters"], alone["parameters"]) <= FAR
 
 
-def assert_goes_on_where_it_was_killed(crew, name, folder, state, kill_at):
-    calm = crew.run(name, folder / "calm", state=state, size=2)
+def assert_goes_on_where_it_was_killed(rank_pool, name, folder, state, kill_at):
+    calm = rank_pool.run(name, folder / "calm", state=state, size=2)
 
-    ended = crew.answers(name, folder / "killed", state=state, kill_at=kill_at, size=2, wait_s=5)
-    found = crew.run(name, folder / "killed", state=state, resumes=True, size=2)
+    ended = rank_pool.answers(name, folder / "killed", state=state, kill_at=kill_at, size=2, wait_s=5)
+    found = rank_pool.run(name, folder / "killed", state=state, resumes=True, size=2)
 
     assert all("exit code -9" in str(one) for one in ended), ended
     assert_ends_alike(
@@ -32,10 +32,10 @@ def assert_goes_on_where_it_was_killed(crew, name, folder, state, kill_at):
 # --- Accelerate -------------------------------------------------------------------------------------------------------
 
 
-def test_accelerate_trains_as_one_process_and_clips_and_gathers_by_itself(crew):
+def test_accelerate_trains_as_one_process_and_clips_and_gathers_by_itself(rank_pool):
     alone = sharded_adapters.accelerate_alone()
 
-    found = crew.run("sharded_adapters:accelerate", size=2)
+    found = rank_pool.run("sharded_adapters:accelerate", size=2)
 
     assert_ends_alike(found, alone)
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-12)
@@ -45,18 +45,18 @@ def test_accelerate_trains_as_one_process_and_clips_and_gathers_by_itself(crew):
 
 
 @pytest.mark.parametrize("state", FORMS)
-def test_accelerate_goes_on_from_its_own_state_where_it_was_killed(crew, tmp_path, state):
-    assert_goes_on_where_it_was_killed(crew, "sharded_adapters:accelerate", tmp_path, state, 5)
+def test_accelerate_goes_on_from_its_own_state_where_it_was_killed(rank_pool, tmp_path, state):
+    assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:accelerate", tmp_path, state, 5)
 
 
-def test_accelerate_ends_all_ranks_where_one_lacks_memory_within_a_pass(crew):
-    found = crew.answers("sharded_adapters:accelerate", size=2, most={1: 2}, wait_s=3)
+def test_accelerate_ends_all_ranks_where_one_lacks_memory_within_a_pass(rank_pool):
+    found = rank_pool.answers("sharded_adapters:accelerate", size=2, most={1: 2}, wait_s=3)
 
     assert [type(one) for one in found] == [autoaccum.StartAgainError] * 2, found
 
 
-def test_accelerate_refuses_fsdp1_and_says_what_there_is(crew):
-    found = crew.answers("sharded_adapters:accelerate", size=2, version=1)
+def test_accelerate_refuses_fsdp1_and_says_what_there_is(rank_pool):
+    found = rank_pool.answers("sharded_adapters:accelerate", size=2, version=1)
 
     for one in found:
         assert isinstance(one, autoaccum.InvalidInputError), one
@@ -67,10 +67,10 @@ def test_accelerate_refuses_fsdp1_and_says_what_there_is(crew):
 # --- Lightning --------------------------------------------------------------------------------------------------------
 
 
-def test_lightning_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(crew):
-    (alone,) = crew.run("sharded_adapters:lightning", size=1, is_alone=True)
+def test_lightning_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(rank_pool):
+    (alone,) = rank_pool.run("sharded_adapters:lightning", size=1, is_alone=True)
 
-    found = crew.run("sharded_adapters:lightning", size=2)
+    found = rank_pool.run("sharded_adapters:lightning", size=2)
 
     assert_ends_alike(found, alone)
     assert found[0]["steps"] == alone["steps"] == 6
@@ -79,12 +79,12 @@ def test_lightning_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(
 
 
 @pytest.mark.parametrize("state", FORMS)
-def test_lightning_goes_on_from_its_own_checkpoint_where_it_was_killed(crew, tmp_path, state):
-    assert_goes_on_where_it_was_killed(crew, "sharded_adapters:lightning", tmp_path, state, 4)  # after an epoch
+def test_lightning_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, tmp_path, state):
+    assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:lightning", tmp_path, state, 4)  # after an epoch
 
 
-def test_lightning_refuses_tensor_parallelism_and_says_what_there_is(crew):
-    found = crew.answers("sharded_adapters:lightning", size=2, tensors=2)
+def test_lightning_refuses_tensor_parallelism_and_says_what_there_is(rank_pool):
+    found = rank_pool.answers("sharded_adapters:lightning", size=2, tensors=2)
 
     for one in found:
         assert isinstance(one, autoaccum.InvalidInputError), one
@@ -96,10 +96,10 @@ def test_lightning_refuses_tensor_parallelism_and_says_what_there_is(crew):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "sft"])
-def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(crew, tmp_path, kind):
-    (alone,) = crew.run("sharded_adapters:trainer", tmp_path, kind=kind, size=1)
+def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(rank_pool, tmp_path, kind):
+    (alone,) = rank_pool.run("sharded_adapters:trainer", tmp_path, kind=kind, size=1)
 
-    found = crew.run("sharded_adapters:trainer", tmp_path, kind=kind, size=2)
+    found = rank_pool.run("sharded_adapters:trainer", tmp_path, kind=kind, size=2)
 
     assert_ends_alike(found, alone)
     for ours, theirs in zip(found[0]["log"], alone["log"], strict=True):
@@ -111,7 +111,7 @@ def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(cr
 
 
 @pytest.mark.parametrize("state", FORMS)
-def test_trainer_goes_on_from_its_own_checkpoint_where_it_was_killed(crew, tmp_path, state):
+def test_trainer_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, tmp_path, state):
     (tmp_path / "calm").mkdir()
     (tmp_path / "killed").mkdir()
-    assert_goes_on_where_it_was_killed(crew, "sharded_adapters:trainer", tmp_path, state, 4)
+    assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:trainer", tmp_path, state, 4)

@@ -19,9 +19,9 @@ import autoaccum  # noqa: E402
 from autoaccum._training.accumulator import Accumulator  # noqa: E402
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa: E402
 from autoaccum.integrations.transformers import auto_accumulate  # noqa: E402
-from faults import FailAt  # noqa: E402
-from torchrun import found_by_ranks  # noqa: E402
-from trainers import MODELS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
+from support.faults.modes import FailAt  # noqa: E402
+from support.models.trainers import MODELS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
+from support.ranks.launcher import found_by_ranks  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -318,7 +318,7 @@ def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    return found_by_ranks("trainer_ranks.py", tmp_path_factory.mktemp("ranks"))
+    return found_by_ranks("trainer.py", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow

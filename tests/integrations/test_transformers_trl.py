@@ -18,10 +18,10 @@ import autoaccum
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import auto_accumulate
-from faults import FailAt
-from helpers import WITHOUT_WARNINGS
-from trainers import history, weights
-from trl_trainers import GENERATING, TRAINERS, generated, mixture, trained
+from support.faults.modes import FailAt
+from support.models.small import WITHOUT_WARNINGS
+from support.models.trainers import history, weights
+from support.models.trl_trainers import GENERATING, TRAINERS, generated, mixture, trained
 
 pytestmark = [WITHOUT_WARNINGS, pytest.mark.usefixtures("accelerate_as_it_was")]
 # TRL computes log-probabilities in single precision.

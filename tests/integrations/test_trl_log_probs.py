@@ -18,9 +18,9 @@ import autoaccum
 from autoaccum._saving.chunked_head import chunked
 from autoaccum._saving.unmade_logits import UnmadeLogits
 from autoaccum.integrations.transformers import auto_accumulate
-from helpers import WITHOUT_WARNINGS
-from trainers import SETTINGS, weights
-from trl_trainers import TRAINERS, data, generated, model, tokenizer, trained
+from support.models.small import WITHOUT_WARNINGS
+from support.models.trainers import SETTINGS, weights
+from support.models.trl_trainers import TRAINERS, data, generated, model, tokenizer, trained
 
 pytestmark = [WITHOUT_WARNINGS, pytest.mark.usefixtures("accelerate_as_it_was")]
 # TRL's own head in chunks, which newer versions have, computes in single precision.

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import warm
 from autoaccum._launch.run import world_size_of
-from wrapped import python, run, told, until
+from support.processes import fork_server
+from support.processes.wrapped import python, run, told, until
 
 CGROUPS = Path("/sys/fs/cgroup")
 # Fails by torch's words where it is told to take more than so many samples at once, and tells what it was told.
@@ -231,7 +231,7 @@ def test_a_script_that_exhausts_a_real_limit_is_survived(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(HUNGRY)
 
-    ended = run([*warm.python(), path, "{micro_batch}"], "--target-batch", 2)
+    ended = run([*fork_server.python(), path, "{micro_batch}"], "--target-batch", 2)
 
     assert (ended.returncode, ended.stdout) == (0, "1 at once\n")
     assert any("DefaultCPUAllocator: can't allocate memory" in line for line in told(ended))
@@ -243,7 +243,7 @@ def test_every_final_error_of_the_library_writes_the_reason_and_one_sample_ends_
     # A script that logs the error and exits leaves no traceback: only the file tells.
     path.write_text(f"{TOO_LARGE}\ntry:\n    {entry}\nexcept Exception:\n    raise SystemExit(1)\n")
 
-    ended = run([*warm.python(), path])
+    ended = run([*fork_server.python(), path])
 
     assert ended.returncode == 4, ended.stderr
     assert "its reason file: " in told(ended)[-1]
@@ -254,7 +254,7 @@ def test_running_out_that_the_library_survives_is_no_reason(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(CLIMBING)
 
-    ended = run([*warm.python(), path])
+    ended = run([*fork_server.python(), path])
 
     assert (ended.returncode, ended.stdout) == (1, "('checkpoint', 'offload')\n")
     assert told(ended) == []
@@ -265,7 +265,7 @@ def test_a_script_that_finds_a_way_round_a_model_that_does_not_fit_keeps_its_exi
     path = tmp_path / "script.py"
     path.write_text(FALLING_BACK)
 
-    ended = run([*warm.python(), path, way, code])
+    ended = run([*fork_server.python(), path, way, code])
 
     assert ended.returncode == code, ended.stderr
     assert not any("restarting" in line for line in told(ended))
@@ -290,8 +290,8 @@ def test_a_killed_script_that_uses_fit_resumes_and_ends_where_the_undisturbed_on
     path = tmp_path / "script.py"
     path.write_text(TRAINING)
 
-    ended = run([*warm.python(), path, tmp_path / "disturbed"])
-    words = [*warm.python(), path, tmp_path / "undisturbed"]
+    ended = run([*fork_server.python(), path, tmp_path / "disturbed"])
+    words = [*fork_server.python(), path, tmp_path / "undisturbed"]
     undisturbed = subprocess.run(words, capture_output=True, text=True, check=True)
 
     assert (ended.returncode, ended.stdout) == (0, "2 6\n")

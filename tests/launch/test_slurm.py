@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from slurm_jobs import command
+from support.processes.slurm_jobs import command
 
 RENDEZVOUS = '--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" train.py'
 OWN = f"{sys.executable} -m autoaccum"

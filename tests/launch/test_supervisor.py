@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from wrapped import LONG_S, is_running, python, run, start, told, until
+from support.processes.wrapped import LONG_S, is_running, python, run, start, told, until
 
 NOISY = """
 import os, sys
@@ -115,9 +115,10 @@ def test_a_signal_reaches_the_command_once_and_its_own_exit_code_is_kept(tmp_pat
     assert (tmp_path / "signals").read_text() == f"{name}\n"
 
 
+@pytest.mark.slow  # the grace must be long enough for the command to hear of the signal, however busy the machine
 def test_a_command_that_was_asked_to_end_has_its_grace_and_is_killed_then_with_its_whole_group(tmp_path):
     source = f"import os, sys\nif os.fork(): os.wait(); os.wait()\nelse:\n exec({WAITING!r})"
-    with start(python(source, tmp_path, "SIGTERM"), "--grace", 0.5) as wrapper:
+    with start(python(source, tmp_path, "SIGTERM"), "--grace", 4) as wrapper:
         child = pid_when_ready(tmp_path)
 
         wrapper.send_signal(signal.SIGTERM)

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from autoaccum.errors import InvalidInputError
-from gradients import cut_gradient, distance, full_batch_gradient
-from helpers import runner_of
+from support.losses.gradients import cut_gradient, distance, full_batch_gradient
+from support.models.small import runner_of
 
 SAMPLES = 12
 CUTS = [(12,), (5, 4, 3)]

@@ -7,8 +7,8 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._loss.modes import quiet_training, without_onednn
-from faults import InterruptAtLine
-from helpers import CPU
+from support.faults.modes import InterruptAtLine
+from support.models.small import CPU
 
 N, IN, HIDDEN = 16, 6, 8
 X = torch.randn(N, IN, generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from faults import FailAt, differences, state_of
-from helpers import runner_of
+from support.faults.modes import FailAt, differences, state_of
+from support.models.small import runner_of
 
 
 def doubts_of(report):

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._data.nesting import numbers_in
-from gradients import assert_full_batch_gradient, cut_gradient, distance, full_batch_gradient
+from support.losses.gradients import assert_full_batch_gradient, cut_gradient, distance, full_batch_gradient
 
 
 def detection(outputs, targets):

@@ -1,6 +1,7 @@
 """Sums with weights: every loss of several summands is exact, or said not to be."""
 
 import contextlib
+import itertools
 import warnings
 
 import pytest
@@ -11,9 +12,9 @@ from torch.nn import functional
 import autoaccum
 from across.test_loss_forms_generated import Loss, Term, numbers
 from autoaccum._loss import graph_reader, window_weights
-from gradients import assert_full_batch_gradient
-from loss_forms import FORMS, Form, ce, focal, window
-from loss_outcomes import by_runner, outcome
+from support.losses.forms import FORMS, Form, ce, focal, window
+from support.losses.gradients import assert_full_batch_gradient
+from support.losses.outcomes import by_runner, outcome
 
 # --- clamped divisors -------------------------------------------------------------------------------------------------
 
@@ -296,6 +297,27 @@ def test_window_that_is_made_again_draws_what_it_drew_before():
     made.accumulator.backward(torch.randn(60, 10).double())
 
     assert drawn[-3:] == drawn[-6:-3]
+
+
+def test_weights_that_differ_between_two_passes_over_one_window_are_warned_of():
+    draws, is_thinned = itertools.count(), False
+
+    def loss(outputs, batch):
+        kept = torch.ones(len(outputs), dtype=torch.float64)
+        if is_thinned:
+            kept[(torch.arange(len(outputs)) + next(draws)) % 3 == 0] = 0.0
+        return {"a": ((outputs[:, 0].square() * kept).sum(), kept.sum()), "b": (outputs.abs().sum(), len(outputs))}
+
+    torch.manual_seed(0)
+    model, samples = nn.Linear(10, 2).double(), torch.randn(20, 10).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(20, 5), loss=loss, device="cpu")
+    for _ in range(5):  # the sixth window is checked by no other pass
+        runner.step(samples)
+    is_thinned = True
+
+    with pytest.warns(UserWarning, match="not the same in two passes over a window"):
+        runner.step(samples)
 
 
 def test_window_of_a_loss_that_is_there_in_some_passes_alone_ends():

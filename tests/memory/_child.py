@@ -32,11 +32,11 @@ def answered(file, *arguments, is_fresh=False, **environment):
 
     One that is not fresh has the memory of the process that it was forked from, as all others of that process have.
     """
-    import warm
-    from folders import ROOT, TESTS
+    from support.processes import fork_server
+    from support.processes.folders import ROOT, TESTS
 
     done = subprocess.run(
-        [*([sys.executable] if is_fresh else warm.python()), "-W", "error", file, *arguments],
+        [*([sys.executable] if is_fresh else fork_server.python()), "-W", "error", file, *arguments],
         capture_output=True,
         text=True,
         timeout=240,

@@ -21,7 +21,7 @@ from autoaccum._estimate.footprint import KINDS
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report import capacity
 from autoaccum.errors import DeviceMissingError, InvalidInputError
-from helpers import assert_bitwise, classifier, labelled, state_of
+from support.models.small import assert_bitwise, classifier, labelled, state_of
 
 MIB = 1 << 20
 NEEDS_NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")

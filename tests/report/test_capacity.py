@@ -8,7 +8,7 @@ import autoaccum
 from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.trace import Estimate
 from autoaccum._report.capacity import Asked, predict
-from report_examples import GIB, MIB, SIZES, footprint, gpu
+from support.data.reports import GIB, MIB, SIZES, footprint, gpu
 
 ASKED = Asked(None, 256, 256, None, "micro_batch")
 

@@ -5,8 +5,8 @@ from torch import nn
 from autoaccum import Simulated
 from autoaccum._report.dry_run import rehearse
 from autoaccum._sizing.planner import plan
-from helpers import classifier, labelled, live_tensors
-from put_together import training_step
+from support.models.small import classifier, labelled, live_tensors
+from support.training.steps import training_step
 
 
 def rehearsed(model, batch, target=12, most=4, loss=None, optimizer=torch.optim.Adam, **options):

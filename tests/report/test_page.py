@@ -14,7 +14,7 @@ import pytest
 
 from autoaccum._estimate.footprint import KINDS, ModuleMemory
 from autoaccum.errors import InvalidInputError
-from report_examples import (
+from support.data.reports import (
     DEVICE,
     MANY_GPUS,
     MEASURED,

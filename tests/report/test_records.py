@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from report_examples import MEASURED, MIB
+from support.data.reports import MEASURED, MIB
 
 
 def test_of_a_size_that_was_not_tried_the_peak_is_on_the_line():

@@ -11,7 +11,7 @@ from autoaccum._estimate.estimate import trace_step
 from autoaccum._report import remedies
 from autoaccum._report.capacity import Asked
 from autoaccum._report.remedies import MANY_MICRO_BATCHES, Remedies, are_due, computes_bf16
-from report_examples import DEVICE, MEASURED, predicted
+from support.data.reports import DEVICE, MEASURED, predicted
 
 
 class Block(nn.Module):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from report_examples import MANY_GPUS, NOTHING_FITS, PREDICTED_ONLY, REPORT
+from support.data.reports import MANY_GPUS, NOTHING_FITS, PREDICTED_ONLY, REPORT
 
 ALL = [REPORT, NOTHING_FITS, PREDICTED_ONLY, MANY_GPUS]
 

@@ -12,7 +12,7 @@ from autoaccum._report.wording import (
     sections_of,
     verdicts_of,
 )
-from report_examples import DEVICE, GIB, MANY_GPUS, MEASURED, MIB, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
+from support.data.reports import DEVICE, GIB, MANY_GPUS, MEASURED, MIB, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
 
 
 def section(report, title):

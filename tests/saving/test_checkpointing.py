@@ -7,8 +7,8 @@ import transformers
 from torch import nn
 
 from autoaccum._saving.checkpointing import checkpointed, repeated_blocks
-from fallback_models import Stack, a_step
-from helpers import fit_quietly
+from support.models.memory_heavy import Stack, a_step
+from support.models.small import fit_quietly
 
 
 def test_gradients_buffers_and_random_state_are_bitwise_what_they_are_without():

@@ -9,7 +9,7 @@ import torch
 from autoaccum._memory.simulated import Simulated
 from autoaccum._saving.checkpointing import checkpointed
 from autoaccum._saving.savings import offloaded
-from fallback_models import Stack, a_step
+from support.models.memory_heavy import Stack, a_step
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

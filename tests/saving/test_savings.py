@@ -8,9 +8,9 @@ from torch import nn
 
 import autoaccum
 from autoaccum import Simulated
-from fallback_models import Feed, Stack, Wide, data, seed
-from helpers import assert_bitwise, state_of
-from rung_training import is_plain, trained
+from support.models.memory_heavy import Feed, Stack, Wide, data, seed
+from support.models.small import assert_bitwise, state_of
+from support.training.savings import is_plain, trained
 
 
 def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys):

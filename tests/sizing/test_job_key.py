@@ -13,8 +13,8 @@ from torch import nn
 
 from autoaccum._memory.simulated import Simulated
 from autoaccum._sizing.job_key import key_of
-from helpers import classifier, labelled
-from put_together import training_step
+from support.models.small import classifier, labelled
+from support.training.steps import training_step
 
 JOB = """
 import torch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from ragged import Causal, padded
+from support.data.ragged import Causal, padded
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from autoaccum._system import folder_lock
 from autoaccum._system.folder_lock import FolderLock
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, CheckpointInUseError
-from long_runs import Noisy, Run, checkpoints, loader_of
+from support.training.long_runs import Noisy, Run, checkpoints, loader_of
 
 # Holds a folder, and has a child that was forked before or after and outlives it.
 HOLDER = """

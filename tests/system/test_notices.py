@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import autoaccum
-import warm
 from autoaccum._system.notices import Notices
+from support.processes import fork_server
 
 
 def test_second_text_under_the_same_key_is_not_said(capsys):
@@ -71,7 +71,7 @@ batches = [(torch.randn(8, 3), torch.randn(8, 2))] * 3
 result = autoaccum.fit(torch.nn.Linear(3, 2), batches, 8, loss=[loss], device="cpu", micro_batch=4, progress=progress)
 print("warnings:", len(result.warnings))
 """
-    done = subprocess.run([*warm.python(), "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([*fork_server.python(), "-c", code], capture_output=True, text=True, check=True)
 
     for stream, expected in [(done.stdout, on_stdout), (done.stderr, on_stderr)]:
         assert [text for text in (*LINES, "LossWarning") if text in stream] == expected

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from autoaccum._system.signals import Watch, held
-from faults import InterruptAtLine
+from support.faults.modes import InterruptAtLine
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-import warm
 from autoaccum._sizing.cache import Key
-from faults import FailAt, InterruptAt
-from folders import TESTS
-from helpers import assert_bitwise, state_of
-from starts import Start, Wide, rows
+from support.faults.modes import FailAt, InterruptAt
+from support.models.small import assert_bitwise, state_of
+from support.processes import fork_server
+from support.processes.folders import SUPPORT
+from support.training.starts import Start, Wide, rows
 
 SAMPLES, CLASSES = 12, 3
 
@@ -384,7 +384,9 @@ def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, tm
 @pytest.mark.parametrize("how", HOWS)
 def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, how):
     pytest.importorskip(how if how != "loop" else "torch")
-    commands = [[*warm.python(), str(TESTS / "starts.py"), one, str(tmp_path)] for one in ("plain", how)]
+    commands = [
+        [*fork_server.python(), str(SUPPORT / "training" / "starts.py"), one, str(tmp_path)] for one in ("plain", how)
+    ]
     plain, ours = (subprocess.run(one, capture_output=True, text=True, check=False) for one in commands)
 
     assert "can't allocate memory" in plain.stderr

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autoaccum
-from helpers import fit_quietly
+from support.models.small import fit_quietly
 
 
 def classification(samples=64, classes=3):

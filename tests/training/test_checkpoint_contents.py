@@ -15,7 +15,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-import warm
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import (
@@ -25,8 +24,9 @@ from autoaccum.errors import (
     StateDamagedError,
     StepCompleteError,
 )
-from helpers import fit_quietly
-from long_runs import (
+from support.models.small import fit_quietly
+from support.processes import fork_server
+from support.training.long_runs import (
     EPOCHS,
     STEPS_PER_EPOCH,
     Model,
@@ -810,7 +810,7 @@ def test_batch_of_the_loader_larger_than_a_real_limit_trains_also_after_a_kill(
     def lines(folder, killed_at):
         (tmp_path / folder).mkdir(exist_ok=True)
         words = kind, str(target), evaluates, str(killed_at)
-        arguments = [*warm.python(), "-c", textwrap.dedent(_LARGE_BATCHES), *words]
+        arguments = [*fork_server.python(), "-c", textwrap.dedent(_LARGE_BATCHES), *words]
         done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path / folder)
         assert done.returncode == (-signal.SIGKILL if killed_at else 0), done.stderr
         return done.stdout.splitlines()

@@ -12,7 +12,7 @@ from rich.console import Console
 from autoaccum._records import DeviceScalar
 from autoaccum._training import console as progress_module
 from autoaccum._training.console import LineProgress, RichProgress, progress_for
-from record_examples import EVALUATION, MIB, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
+from support.data.records import EVALUATION, MIB, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import autoaccum
-import warm
 from autoaccum._engine.window import Engine
-from long_runs import Run, checkpoints
+from support.processes import fork_server
+from support.training.long_runs import Run, checkpoints
 
 _PRESSES = """
     import fcntl, os, random, resource, signal, sys, tempfile, threading, time
@@ -69,7 +69,7 @@ _PRESSES = """
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("simulated", marks=pytest.mark.slow), "limit"])
 def test_interrupted_up_to_four_times_the_process_trains_on_in_the_same_folder_with_everything_as_before(device):
-    arguments = [*warm.python(), "-c", textwrap.dedent(_PRESSES), device]
+    arguments = [*fork_server.python(), "-c", textwrap.dedent(_PRESSES), device]
 
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
 

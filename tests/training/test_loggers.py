@@ -9,7 +9,7 @@ import pytest
 from autoaccum._records import DeviceScalar
 from autoaccum._training.loggers import JSONLinesLog
 from autoaccum.errors import InvalidInputError
-from record_examples import (
+from support.data.records import (
     EVALUATION,
     MIB,
     OOM,

@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from helpers import assert_bitwise, batches_of, labelled, state_of
+from support.models.small import assert_bitwise, batches_of, labelled, state_of
 
 
 @pytest.fixture

@@ -125,27 +125,27 @@ def with_a_late_rank(rank, size):
         train()
 
 
-def test_all_ranks_begin_again_where_one_runs_out(crew):
-    first, second = crew.run("training.test_restarted_function:on_rank", 12, 2, size=2)
+def test_all_ranks_begin_again_where_one_runs_out(rank_pool):
+    first, second = rank_pool.run("training.test_restarted_function:on_rank", 12, 2, size=2)
 
     assert first == second == [(6, 1), (3, 2), (2, 3)]
 
 
-def test_target_that_ranks_cannot_share_is_refused(crew):
+def test_target_that_ranks_cannot_share_is_refused(rank_pool):
     with pytest.raises(autoaccum.InvalidInputError, match="such as 14"):
-        crew.run("training.test_restarted_function:on_rank", 13, 2, size=2)
+        rank_pool.run("training.test_restarted_function:on_rank", 13, 2, size=2)
 
 
-def test_error_on_one_rank_ends_the_others(crew):
-    first, second = crew.answers("training.test_restarted_function:with_an_error", size=2)
+def test_error_on_one_rank_ends_the_others(rank_pool):
+    first, second = rank_pool.answers("training.test_restarted_function:with_an_error", size=2)
 
     assert isinstance(first, autoaccum.RankFailedError)
     assert isinstance(second, KeyError)
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_rank_that_is_killed_is_not_waited_for_longer_than_ranks_wait(crew, who):
-    answers = crew.answers("training.test_restarted_function:with_a_killed_rank", who, size=3)
+def test_rank_that_is_killed_is_not_waited_for_longer_than_ranks_wait(rank_pool, who):
+    answers = rank_pool.answers("training.test_restarted_function:with_a_killed_rank", who, size=3)
 
     for rank, answer in enumerate(answers):
         if rank != who:
@@ -153,21 +153,21 @@ def test_rank_that_is_killed_is_not_waited_for_longer_than_ranks_wait(crew, who)
             assert re.search(rf"^no word of .*rank {who}\b.* in the 3 s", str(answer))
 
 
-def test_store_that_ends_with_a_killed_rank_ends_the_others(crew):
-    _, other = crew.answers("training.test_restarted_function:with_a_store_that_ends", free_port(), 0, size=2)
+def test_store_that_ends_with_a_killed_rank_ends_the_others(rank_pool):
+    _, other = rank_pool.answers("training.test_restarted_function:with_a_store_that_ends", free_port(), 0, size=2)
 
     assert isinstance(other, autoaccum.RankFailedError)
     assert "the store of torch.distributed" in str(other)
 
 
-def test_store_that_ends_right_after_the_function_has_been_read_by_all(crew):
-    _, other = crew.answers("training.test_restarted_function:with_a_store_that_ends", free_port(), None, size=2)
+def test_store_that_ends_right_after_the_function_has_been_read_by_all(rank_pool):
+    _, other = rank_pool.answers("training.test_restarted_function:with_a_store_that_ends", free_port(), None, size=2)
 
     assert other == "returned"
 
 
-def test_rank_that_comes_too_late_ends_with_those_that_gave_it_up(crew):
-    first, second = crew.answers("training.test_restarted_function:with_a_late_rank", size=2)
+def test_rank_that_comes_too_late_ends_with_those_that_gave_it_up(rank_pool):
+    first, second = rank_pool.answers("training.test_restarted_function:with_a_late_rank", size=2)
 
     assert isinstance(first, autoaccum.RankFailedError)
     assert "no word of rank 1 in the 3 s" in str(first)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from helpers import runner_of
+from support.models.small import runner_of
 
 
 def test_loss_with_parameters_of_its_own_learns_with_the_model():

@@ -7,7 +7,7 @@ import torch
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from long_runs import EPOCHS, STEPS_PER_EPOCH, Run
+from support.training.long_runs import EPOCHS, STEPS_PER_EPOCH, Run
 
 
 class Asks(autoaccum.Callback):
@@ -106,8 +106,8 @@ def test_progress_and_logs_say_why(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("event", "at", "steps"), [("on_step", 2, 3), ("on_epoch_end", 1, 4), ("on_step", 4, 4), ("on_evaluation", 1, 3)]
 )
-def test_one_rank_that_asks_stops_all_after_the_same_window(crew, event, at, steps):
-    found = crew.run("rank_training:stopping", size=2, who=1, event=event, at=at)
+def test_one_rank_that_asks_stops_all_after_the_same_window(rank_pool, event, at, steps):
+    found = rank_pool.run("training:stopping", size=2, who=1, event=event, at=at)
 
     assert [(one["steps"], one["stopped"]) for one in found] == [(steps, "good enough")] * 2
     for one, other in zip(*(one["parameters"] for one in found), strict=True):

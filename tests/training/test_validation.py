@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits, stopped_at
+from support.training.long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits, stopped_at
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -166,8 +166,8 @@ def test_loader_of_the_training_is_refused_in_the_middle_of_its_epoch():
         autoaccum.fit(nn.Linear(2, 1), loader, 4, val_loader=loader, val_every=1, device="cpu", progress=False)
 
 
-def test_ranks_evaluate_at_the_same_windows(crew):
-    found = crew.run("rank_training:evaluated_every", size=2, every=3)
+def test_ranks_evaluate_at_the_same_windows(rank_pool):
+    found = rank_pool.run("training:evaluated_every", size=2, every=3)
 
     assert found[0]["evaluations"] == found[1]["evaluations"]
     assert len(found[0]["evaluations"]) == 3  # of eight windows: after 3, 6 and 8

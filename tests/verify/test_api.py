@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody does
 
 import autoaccum
-from verify_faults import loop, micro_batches, network, samples
+from support.losses.accumulation_faults import loop, micro_batches, network, samples
 
 
 def right(micro_batch, accum_steps, **options):

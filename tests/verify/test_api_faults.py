@@ -3,7 +3,7 @@
 import pytest
 
 import autoaccum
-from verify_faults import FAULTS
+from support.losses.accumulation_faults import FAULTS
 
 STEPS = {"wrong_from_the_second_step_on": 2}
 

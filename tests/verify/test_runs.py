@@ -11,11 +11,11 @@ import pytest
 from autoaccum._launch.run import Options
 from autoaccum._verify.api import verify_command
 from autoaccum.errors import InvalidInputError
-from folders import TESTS
-from wrapped import LONG_S, is_running, python, until
+from support.processes.folders import SUPPORT, TESTS
+from support.processes.wrapped import LONG_S, is_running, python, until
 
 SIZES = ("{micro_batch}", "{accum_steps}")
-FAULTS = str(TESTS / "verify_faults.py")
+FAULTS = str(SUPPORT / "losses" / "accumulation_faults.py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="commands are watched on Linux alone")
 
 
@@ -165,8 +165,8 @@ STARTED = """
 import sys
 from pathlib import Path
 sys.argv[1:], (folder, name, kind) = [*sys.argv[2:]], (sys.argv[1], *sys.argv[2:4])
-import verify_faults
-verify_faults.FAULTS[name][0](int(sys.argv[3]), int(sys.argv[4]), kind == "mended")
+from support.losses import accumulation_faults
+accumulation_faults.FAULTS[name][0](int(sys.argv[3]), int(sys.argv[4]), kind == "mended")
 with (Path(folder) / "ends").open("a") as file:
     file.write("to its end\\n")
 """
@@ -193,9 +193,9 @@ def test_run_verifies_once_before_it_starts(kind, option, code, starts, tmp_path
 STUBBORN = """
 import sys
 from pathlib import Path
-import verify_faults
+from support.losses import accumulation_faults
 try:
-    verify_faults.not_divided(int(sys.argv[2]), int(sys.argv[3]), True)
+    accumulation_faults.not_divided(int(sys.argv[2]), int(sys.argv[3]), True)
 except BaseException:
     pass
 Path(sys.argv[1]).write_text("it went on")
@@ -217,10 +217,10 @@ def test_script_in_a_shell_that_catches_everything_ends_at_its_first_step(tmp_pa
 HUNGRY = """
 import sys
 import torch
-import verify_faults
+from support.losses import accumulation_faults
 if int(sys.argv[1]) > 2:
     torch.empty(1 << 50)
-verify_faults.not_divided(int(sys.argv[1]), int(sys.argv[2]), False)
+accumulation_faults.not_divided(int(sys.argv[1]), int(sys.argv[2]), False)
 """
 
 

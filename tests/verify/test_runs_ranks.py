@@ -6,7 +6,7 @@ import pytest
 
 from autoaccum._launch.run import Options
 from autoaccum._verify.api import verify_command
-from folders import TESTS
+from support.processes.folders import SUPPORT, TESTS
 
 pytestmark = pytest.mark.slow
 KINDS = {
@@ -29,7 +29,7 @@ def test_loop_on_two_ranks_is_right_or_told(kind, monkeypatch):
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
-        str(TESTS / "verify_ranks.py"),
+        str(SUPPORT / "ranks" / "verify.py"),
         kind,
     ]
     target = 8 if KINDS[kind] else 4

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from folders import ROOT
+from support.processes.folders import ROOT
 
 FOLDER = ROOT / "scripts" / "verify_releases"
 sys.path.insert(0, str(FOLDER))

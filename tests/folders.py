@@ -1,6 +1,0 @@
-"""Where the tests and the repository are, for tests in any folder."""
-
-from pathlib import Path
-
-TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parent

@@ -1,0 +1,1 @@
+"""What several test files use; each package says what is in it."""

@@ -1,0 +1,1 @@
+"""Bad values for every public argument and option."""

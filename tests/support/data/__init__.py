@@ -1,0 +1,1 @@
+"""Samples, loaders, and records as the package makes them."""

@@ -1,0 +1,1 @@
+"""Small models, and trainers of frameworks around them."""

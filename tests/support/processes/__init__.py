@@ -1,0 +1,1 @@
+"""Processes that tests start, and how tests are shared out among workers."""

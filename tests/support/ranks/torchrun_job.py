@@ -1,0 +1,93 @@
+"""What tests start by torchrun: a training with checkpoints, which may end itself at a step of its first attempt.
+
+    torchrun_job.py FOLDER ACTION [spread]
+
+trains a model that is spread over ranks where that is asked for.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import autoaccum
+from support.ranks import sharded, training
+
+
+@contextlib.contextmanager
+def told_of(number):
+    """A list that is no longer empty when a signal has come, and had the effect that it has."""
+    come, handler = [], signal.getsignal(number)
+
+    def handle(*arguments):
+        come.append(number)
+        handler(*arguments)
+
+    signal.signal(number, handle)
+    try:
+        yield come
+    finally:
+        signal.signal(number, handler)
+
+
+class Ending(autoaccum.Callback):
+    def __init__(self, rank, folder, action, greedy):
+        self.rank, self.folder, self.action, self.greedy = rank, folder, action, greedy
+
+    def on_step(self, report, *, epoch):
+        if report.step != 3:
+            return
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if self.action == "kill" and self.rank == 1 and is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "lack" and self.rank == 1:
+            self.greedy.most = 3
+        if self.action == "wait" and is_first:  # to be sent a signal from outside
+            with told_of(signal.SIGTERM) as has_come:
+                (self.folder / f"ready-{self.rank}").touch()
+                while not has_come:
+                    time.sleep(0.01)
+
+
+def train(rank, size, folder, action="nothing", *, is_spread=False):
+    loader = torch.utils.data.DataLoader(
+        training.vectors(), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(7)
+    )
+    training.seeded(rank)
+    greedy = sharded.Greedy(most=1000)
+    if is_spread:
+        model = training.net()
+        model.insert(2, greedy)
+        model = sharded.sharded(model)
+    else:
+        model = training.net(seed=rank, dropout=0.3)
+    options = {"optimizer": training.adam, "micro_batch": 6 if is_spread else 3, "epochs": 2, "shard_data": True}
+    options |= {"device": "cpu", "checkpoint": folder / "checkpoints", "checkpoint_every": 2}
+    result = autoaccum.fit(model, loader, 16, callbacks=[Ending(rank, folder, action, greedy)], **options)
+    whole = [one.full_tensor() if is_spread else one for one in model.parameters()]
+    numbers = [value for parameter in whole for value in parameter.flatten().tolist()]
+    return {"numbers": numbers, "from": result.resumed_from, "cuts": [one.micro_batches for one in result.history]}
+
+
+def main(folder, action, kind=""):
+    torch.set_num_threads(1)
+    if kind == "spread":
+        autoaccum.join_ranks("cpu")
+    rank = int(os.environ["RANK"])
+    try:
+        found = train(rank, int(os.environ["WORLD_SIZE"]), folder, action, is_spread=kind == "spread")
+    except autoaccum.StartAgainError as error:
+        unfinished = folder / f"exit-code-{rank}"  # a rank may be ended while it writes
+        unfinished.write_text(str(error.exit_code))
+        unfinished.rename(folder / "exit-code")
+        sys.exit(error.exit_code)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,1 @@
+"""Whole trainings that several test files run."""
