@@ -8,6 +8,7 @@ middle of theirs and cannot be reached any more: all have to end, and start agai
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._distributed.data_parallel import RankPeers
+from autoaccum._distributed.pass_memory import PassMemory
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import casts, fsdp_modules, least_size, spread_again
 from autoaccum._engine.gradients import PartResult
@@ -23,7 +25,8 @@ from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import BeginAgain
 from autoaccum._loss.known_shares import Nothing
 from autoaccum._loss.sample_choices import choices
-from autoaccum._oom import first_line, is_oom
+from autoaccum._oom import first_line, is_oom, let_go
+from autoaccum._sizing.backoff import wait_for_memory
 from autoaccum._sizing.planner import balanced
 from autoaccum._system.attributes import replaced
 from autoaccum.errors import InvalidInputError, StartAgainError
@@ -70,6 +73,7 @@ class ShardedRankPeers(RankPeers):
         self._sample: Window | None = None
         self._remedy = "fit has a checkpoint=" if step.optimizer is not None else "`autoaccum run` starts it"
         self._held_bytes: int | None = None
+        self._room = PassMemory(step.memory, step.objective.modules)
         step.objective.casts_itself |= casts(step.objective.modules)
         step.run_in_passes(self, ranks.size)  # the reduction of gradients takes their mean over the ranks
 
@@ -88,6 +92,7 @@ class ShardedRankPeers(RankPeers):
         self._larger = None
         self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if self._window.samples else 0))
         memory = self._step.memory
+        self._room.begin()
         optimizer = self._step.optimizer  # without one, it has its state once a first batch is done
         if self._largest_size is not None and (optimizer.state if optimizer is not None else self._windows > 1):
             memory.reset_peak()
@@ -169,9 +174,32 @@ class ShardedRankPeers(RankPeers):
     @contextmanager
     def training_pass(self, size: int) -> Iterator[None]:
         """As for `Passes`."""
+        elements, has_gradients = self._elements(size), self._step.holds_gradients()
+        self._enter(elements, has_gradients=has_gradients, is_least=size <= self._least)
         self.ranks.exchange("pass")
         with self._in_pass(size, self._window):
             yield
+        self._room.leave(elements, had_gradients=has_gradients)
+
+    def _elements(self, size: int) -> int:
+        """Return the elements of the samples of the pass to come."""
+        if self._step.is_spare:
+            assert self._sample is not None
+            return sum(number * sum(widths) for group in self._sample.widths() for number, widths in group)
+        return size * sum(self._sizing.cutter.widths_of(self._step.stage.start, size))
+
+    def _enter(self, elements: int, **of_pass: bool) -> None:
+        """Ask for the memory of a pass; some times, where it is made for the others alone."""
+        for tries in itertools.count():
+            try:
+                self._room.enter(elements, **of_pass)
+            except Exception as error:
+                if not (self._step.is_spare and is_oom(error) and wait_for_memory(tries, may_wait=True)):
+                    raise
+                let_go(error)
+            else:
+                return
+            self._step.memory.release()
 
     @contextmanager
     def evaluation_pass(self, size: int) -> Iterator[None]:
@@ -242,7 +270,7 @@ class ShardedRankPeers(RankPeers):
     def _larger_size(self) -> int:
         """Return the size that this rank requests for the next window, by the memory of this one."""
         memory, size = self._step.memory, self._sizing.plan.micro_batch
-        peak = memory.peak_bytes()
+        peak = max((one for one in (memory.peak_bytes(), self._room.peak_bytes) if one is not None), default=None)
         if self._largest_size is None or self._held_bytes is None or peak is None:
             return size
         reading = memory.reading()

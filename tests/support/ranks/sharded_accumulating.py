@@ -11,6 +11,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoaccum
+from autoaccum._distributed.pass_memory import PassMemory
 from support.ranks import accumulating, sharded_lacking
 from support.ranks.sharded import Greedy, sharded
 from support.ranks.training import CLASSES, LENGTH, WIDTH, net
@@ -294,3 +295,12 @@ def growing(rank, size, capacity):
 def alone_in_a_group(rank, size):
     """Train a model that is spread over the one process of a group."""
     return train(rank, size, how="spread")
+
+
+def kept_back(rank, size):
+    """Return the bytes that a first pass asks for: of the largest layer in double precision."""
+    memory, found = autoaccum.Simulated("1GiB"), []
+    passes = PassMemory(memory, [spread(net(0))])
+    memory.ensure = found.append
+    passes.enter(1, has_gradients=False, is_least=False)
+    return found[0]
