@@ -94,6 +94,27 @@ def test_lack_of_memory_within_a_pass_ends_every_rank_with_the_word_to_start_aga
     assert "autoaccum run" in str(found[1])
 
 
+@pytest.mark.parametrize("most", [6, pytest.param(60, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("who", [0, 1])
+def test_operator_that_lacks_memory_anywhere_ends_all_ranks_or_changes_nothing_but_cuts(rank_pool, who, most):
+    calm = rank_pool.run("sharded_accumulating:faulted", {}, size=2)
+    operators = calm[who]["operators"]
+    ends = set()
+
+    for point in range(1, operators, -(-operators // most)):
+        found = rank_pool.answers("sharded_accumulating:faulted", {who: point}, size=2, wait_s=3)
+
+        kinds = [type(one) for one in found]
+        ends.add(kinds[0])
+        if dict in kinds:
+            assert [one["hits"] for one in found] == [int(rank == who) for rank in range(2)]
+            assert all(map(torch.equal, found[0]["gradients"], found[1]["gradients"]))
+            assert far(found[0]["gradients"], calm[0]["gradients"]) <= FAR
+        else:
+            assert kinds == [autoaccum.StartAgainError] * 2, (point, found)
+    assert autoaccum.StartAgainError in ends  # most operators are within passes
+
+
 def test_error_before_a_pass_on_one_rank_ends_the_others_at_once(rank_pool):
     first, second = rank_pool.answers("sharded_accumulating:train", size=2, fails=(1,), wait_s=2)
 

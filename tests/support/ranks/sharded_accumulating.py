@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoaccum
 from autoaccum._distributed.pass_memory import PassMemory
 from support.ranks import accumulating, sharded_lacking
+from support.ranks.faults import FailAtPoint
 from support.ranks.sharded import Greedy, sharded
 from support.ranks.training import CLASSES, LENGTH, WIDTH, net
 
@@ -183,6 +184,25 @@ def _lacking(rank, lacks):
         return real(*given, **named)
 
     return mock.patch.object(owner, name, failing)
+
+
+def faulted(rank, size, points):
+    """Return gradients of a batch in which an operator of a rank runs out of memory, and how many there are.
+
+    `points` is by rank: the number of the operator.
+    """
+    model = made(size, "")
+    accumulator = autoaccum.Accumulator(
+        model, loss=nn.CrossEntropyLoss(), device="cpu", precision="fp32", micro_batch=5
+    )
+    accumulator.backward(_part(accumulating.vectors)(rank, size, 0))  # also what checks begin with
+    mode = FailAtPoint(*([points[rank]] if rank in points else ()))
+    mode.begin()
+    model.zero_grad()
+    batch = _part(accumulating.vectors)(rank, size, 1)
+    with mode, contextlib.redirect_stderr(io.StringIO()):
+        accumulator.backward(batch)
+    return {"gradients": [whole(one.grad) for one in model.parameters()], "operators": mode.count, "hits": mode.hits}
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
