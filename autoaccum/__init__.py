@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import join_ranks
     from autoaccum._engine.probing import find_micro_batch
     from autoaccum._evaluation.any_batch import batched
-    from autoaccum._launch.job import Job
     from autoaccum._memory.simulated import Simulated
     from autoaccum._oom import is_oom
     from autoaccum._report.api import preflight
@@ -66,7 +65,6 @@ _NAMES = {
     "_saving.chunked_loss": ("ChunkedLoss",),
     "_engine.probing": ("find_micro_batch",),
     "_training.runner": ("Runner",),
-    "_launch.job": ("Job",),
     "_memory.simulated": ("Simulated",),
     "_oom": ("is_oom",),
     "_report.api": ("preflight",),
@@ -94,7 +92,6 @@ __all__ = [
     "EarlyStopping",
     "InvalidInputError",
     "JSONLinesLog",
-    "Job",
     "ListOfSamples",
     "LossWarning",
     "NotFiniteError",

@@ -387,7 +387,7 @@ class SplitCheck:
         micro_batch: Samples at once, on one rank.
         accum_steps: Accumulation steps.
         is_right: Whether its gradients are those of the whole batch.
-        difference: The norm of the difference between the gradients, relative to the whole batch's.
+        difference: The norm of the difference between the gradients, relative to the whole batch's; 1 where that is 0.
         diagnosis: What is wrong; empty if nothing is.
     """
 

@@ -15,7 +15,7 @@ class AutoaccumError(Exception):
 
 
 class InvalidInputError(AutoaccumError, ValueError):
-    """An argument, a batch or a recipe is invalid; nothing was changed."""
+    """An argument, a batch or a script is invalid; nothing was changed."""
 
 
 class SavingRefusedError(InvalidInputError):

@@ -15,6 +15,7 @@ from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import autoaccum
+from autoaccum.records import FitResult
 
 # A step takes 150 to 162 MiB for gradients, Adam's state and scratch memory, and 1.7 MiB an image (as trials measured
 # it on two cores); without AVX-512, a convolution of several images takes 72 MiB more at times. So some 30 to 75 fit,
@@ -29,8 +30,8 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(dim=1) == targets).float().mean()
 
 
-def job(side: int = 64, epochs: int = 2, target_batch: int = 100, memory_limit: str | None = None) -> autoaccum.Job:
-    """Return the job; `side` is the images' in pixels."""
+def train(memory_limit: str | None, side: int = 64, epochs: int = 2, target_batch: int = 100) -> FitResult:
+    """Train; `side` is the images' in pixels."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -38,7 +39,7 @@ def job(side: int = 64, epochs: int = 2, target_batch: int = 100, memory_limit: 
     data = TensorDataset(images, torch.tensor(digits.target))
     training, validation = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
     steps = epochs * -(-len(training) // target_batch)
-    return autoaccum.Job(
+    return autoaccum.fit(
         torchvision.models.resnet18(num_classes=10),
         DataLoader(training, batch_size=target_batch, shuffle=True),
         target_batch,
@@ -46,13 +47,13 @@ def job(side: int = 64, epochs: int = 2, target_batch: int = 100, memory_limit: 
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
         epochs=epochs,
-        memory_limit=memory_limit or (LIMIT_ON_A_GPU if torch.cuda.is_available() else LIMIT_ON_THE_HOST),
+        memory_limit=memory_limit,
         val_loader=DataLoader(validation, batch_size=target_batch),
         metrics={"accuracy": accuracy},
     )
 
 
-def outcome(result: autoaccum.FitResult, limit: str) -> str:
+def outcome(result: FitResult, limit: str) -> str:
     """Return in three lines what happened."""
     cut, last = result.plan.micro_batches, result.evaluations[-1]
     return f"""
@@ -62,11 +63,10 @@ Result: {last.metrics["accuracy"]:.1%} of {last.samples} digits that it had not 
 
 
 if __name__ == "__main__":
-    demo = job()
-    limit = demo.arguments["memory_limit"]
+    limit = LIMIT_ON_A_GPU if torch.cuda.is_available() else LIMIT_ON_THE_HOST
     print(
         f"The demo trains a ResNet-18 with batches of 100 images in {limit}, where 100 do not fit: "
         "half a minute on two free cores.",
         flush=True,
     )
-    print(outcome(autoaccum.fit(**demo.arguments), limit))
+    print(outcome(train(limit), limit))

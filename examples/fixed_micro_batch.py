@@ -13,14 +13,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
+from autoaccum.records import FitResult
 
 
-def job(micro_batch: int = 256, accumulation_steps: int = 4, windows: int = 5) -> autoaccum.Job:
-    """Return the job; the loader's batches are the micro-batches."""
+def train(micro_batch: int = 256, accumulation_steps: int = 4, windows: int = 5) -> FitResult:
+    """Train; the loader's batches are the micro-batches."""
     target_batch = accumulation_steps * micro_batch
     samples = windows * target_batch
     data = TensorDataset(torch.randn(samples, 20), torch.randint(5, (samples,)))
-    return autoaccum.Job(
+    return autoaccum.fit(
         nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)),
         DataLoader(data, batch_size=micro_batch, shuffle=True),
         target_batch,
@@ -31,4 +32,4 @@ def job(micro_batch: int = 256, accumulation_steps: int = 4, windows: int = 5) -
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

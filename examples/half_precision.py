@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import autoaccum
+from autoaccum.records import FitResult
 
 Batch = dict[str, torch.Tensor]
 
@@ -31,10 +32,10 @@ def loss(outputs: torch.Tensor, data: Batch) -> torch.Tensor:
     return cross_entropy(outputs, data["label"])
 
 
-def job(target_batch: int = 32, samples: int = 80, side: int = 8) -> autoaccum.Job:
-    """Return the job."""
+def train(target_batch: int = 32, samples: int = 80, side: int = 8) -> FitResult:
+    """Train."""
     data: Any = [{"image": torch.randn(3, side, side), "label": i % 10} for i in range(samples)]
-    return autoaccum.Job(
+    return autoaccum.fit(
         nn.Sequential(nn.Flatten(), nn.Linear(3 * side * side, 32), nn.ReLU(), nn.Linear(32, 10)),
         DataLoader(data, batch_size=target_batch // 2),
         target_batch,
@@ -47,4 +48,4 @@ def job(target_batch: int = 32, samples: int = 80, side: int = 8) -> autoaccum.J
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

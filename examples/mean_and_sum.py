@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
+from autoaccum.records import FitResult
 
 
-def job(target_batch: int = 128, windows: int = 5, reduction: str = "mean", lr: float = 0.1) -> autoaccum.Job:
-    """Return the job whose loss is a mean."""
+def train(target_batch: int = 128, windows: int = 5, reduction: str = "mean", lr: float = 0.1) -> FitResult:
+    """Train with a loss that is a mean, or a sum."""
     samples = windows * target_batch
     data = TensorDataset(torch.randn(samples, 3, 8, 8), torch.randint(10, (samples,)))
-    return autoaccum.Job(
+    return autoaccum.fit(
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 10)),
         DataLoader(data, batch_size=target_batch, pin_memory=torch.cuda.is_available()),
         target_batch,
@@ -30,11 +31,6 @@ def job(target_batch: int = 128, windows: int = 5, reduction: str = "mean", lr: 
     )
 
 
-def summed(target_batch: int = 128, windows: int = 5) -> autoaccum.Job:
-    """Return the job whose loss is a sum."""
-    return job(target_batch, windows, reduction="sum", lr=0.1 / target_batch)
-
-
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
-    autoaccum.fit(**summed().arguments)
+    train()
+    train(reduction="sum", lr=0.1 / 128)

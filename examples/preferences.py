@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
+from autoaccum.records import FitResult
 
 
 class Language(nn.Module):
@@ -53,12 +54,12 @@ class Preference(nn.Module):
         return first - second
 
 
-def job(samples: int = 256, target_batch: int = 64, vocabulary: int = 32_000, length: int = 64) -> autoaccum.Job:
-    """Return the job."""
+def train(samples: int = 256, target_batch: int = 64, vocabulary: int = 32_000, length: int = 64) -> FitResult:
+    """Train."""
     pairs = torch.randint(vocabulary, (samples, 2, length))
     prompt = torch.arange(length) < length // 4
     pairs[..., prompt] = pairs[:, :1, prompt]
-    return autoaccum.Job(
+    return autoaccum.fit(
         Preference(Language(vocabulary, width=64)),
         DataLoader(TensorDataset(pairs, pairs.masked_fill(prompt, -100)), batch_size=16),
         target_batch,
@@ -69,4 +70,4 @@ def job(samples: int = 256, target_batch: int = 64, vocabulary: int = 32_000, le
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

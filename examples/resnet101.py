@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
+from autoaccum.records import FitResult
 
 
-def job(images: int = 250, side: int = 224, target_batch: int = 100) -> autoaccum.Job:
-    """Return the job; its third window is half as long as the others."""
+def train(images: int = 250, side: int = 224, target_batch: int = 100) -> FitResult:
+    """Train; its third window is half as long as the others."""
     data = TensorDataset(torch.randn(images, 3, side, side), torch.randint(100, (images,)))
-    return autoaccum.Job(
+    return autoaccum.fit(
         torchvision.models.resnet101(),
         DataLoader(data, batch_size=target_batch),
         target_batch,
@@ -31,4 +32,4 @@ def job(images: int = 250, side: int = 224, target_batch: int = 100) -> autoaccu
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
+from autoaccum.records import FitResult
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,11 +32,11 @@ def size_loss(model: nn.ModuleDict, batch: Batch) -> torch.Tensor:
     return mse_loss(model["regressor"](xs).squeeze(1), ys.float())
 
 
-def job(base_batch: int = 16, accumulation_steps: int = 8, windows: int = 5) -> autoaccum.Job:
-    """Return the job."""
+def train(base_batch: int = 16, accumulation_steps: int = 8, windows: int = 5) -> FitResult:
+    """Train."""
     samples = windows * accumulation_steps * base_batch
     data = TensorDataset(torch.randn(samples, 20), torch.randint(10, (samples,)))
-    return autoaccum.Job(
+    return autoaccum.fit(
         nn.ModuleDict({"classifier": nn.Linear(20, 10), "regressor": nn.Linear(20, 1)}),
         DataLoader(data, batch_size=base_batch),
         accumulation_steps * base_batch,
@@ -47,4 +48,4 @@ def job(base_batch: int = 16, accumulation_steps: int = 8, windows: int = 5) -> 
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

@@ -23,7 +23,7 @@ from torch import nn
 
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
-from autoaccum._launch.recipe import RecipeError, errors_explained, load_job
+from autoaccum._launch.script import ScriptError, errors_explained, first_call
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import chosen_gpus, preflight
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from autoaccum._launch.job import Job
+    from autoaccum._launch.script import FitCall
     from autoaccum._report import Report
 
 # CUDA's error if another process has exclusive use of a GPU.
 _BUSY = "busy or unavailable"
-# Arguments that a script's job cannot have, so that they are always options here.
+# Arguments that a call of fit cannot have, so that they are always options here.
 _OF_PREFLIGHT_ALONE = ("max_micro_batch", "gpus", "device_memory", "display", "ranks", "fsdp")
 
 _SIZE: dict[str, Any] = {"metavar": "SIZE"}
@@ -52,7 +52,7 @@ _NUMBER: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 
 
 @click.command("report", context_settings={"max_content_width": 100})
-@click.argument("script", metavar="FILE.py[:FUNCTION]")
+@click.argument("script", metavar="FILE.py")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]")
 @click.option("--target-batch", **_NUMBER, help="Samples per optimizer step.")
 @click.option("--target-tokens", **_NUMBER, help="Tokens per optimizer step, in place of samples.")
@@ -100,8 +100,7 @@ def report_command(
     """Report whether and how a training fits: measured here, or predicted for GPUs.
 
     FILE.py is a training script, which is run up to its first call of autoaccum.fit, Runner.step or
-    Accumulator.backward (with what follows -- as its arguments), or has a function (by default job) that returns an
-    autoaccum.Job.
+    Accumulator.backward, with what follows -- as its arguments.
     """
     given: dict[str, Any] = {
         name: list(value) if name == "save_memory" else value
@@ -120,12 +119,12 @@ def report_command(
         if snapshot is not None and not gpus and device_memory is None:
             raise InvalidInputError("--snapshot is of a prediction; name a GPU (--gpu h100-80gb), or --device-memory")
         with contextlib.redirect_stdout(sys.stderr):
-            job = load_job(script, arguments).with_arguments(given)
-            batch = _first_batch(job)
+            call = first_call(script, arguments).with_arguments(given)
+            batch = _first_batch(call)
             with _in_words_of_options([*given, *_OF_PREFLIGHT_ALONE]), _progress(quiet=quiet):
-                most = _most(job, batch, max_micro_batch, require_micro_batch)
+                most = _most(call, batch, max_micro_batch, require_micro_batch)
                 made = _report_of(
-                    job,
+                    call,
                     batch,
                     gpus=gpus,
                     device_memory=device_memory,
@@ -180,34 +179,34 @@ def verdict(report: Report, *, require_free_bytes: int | None) -> tuple[ExitCode
     return ExitCode.DONE, ""
 
 
-def _report_of(job: Job, batch: Any, **asked: Any) -> Report:
-    if job.get("target_tokens") is not None:
-        samples = job.samples_of_target(batch)
+def _report_of(call: FitCall, batch: Any, **asked: Any) -> Report:
+    if call.get("target_tokens") is not None:
+        samples = call.samples_of_target(batch)
         complain(
-            f"a target of {job.get('target_tokens')} tokens is taken as {samples} samples as long as those of the "
+            f"a target of {call.get('target_tokens')} tokens is taken as {samples} samples as long as those of the "
             "first batch, padded as they are there"
         )
-    with _errors_of(job, batch):
-        target = {"target_batch": job.samples_of_target(batch)}
-        own = {name: job.arguments[name] for name in job.arguments.keys() & inspect.signature(preflight).parameters}
+    with _errors_of(call, batch):
+        target = {"target_batch": call.samples_of_target(batch)}
+        own = {name: call.arguments[name] for name in call.arguments.keys() & inspect.signature(preflight).parameters}
         return preflight(batch=batch, **own | target | asked)
 
 
 @contextlib.contextmanager
-def _errors_of(job: Job, batch: Any) -> Iterator[None]:
+def _errors_of(call: FitCall, batch: Any) -> Iterator[None]:
     """Turn an error in the script's model, loss or optimizer into one that describes the batch.
 
     Raises:
-        RecipeError: There was such an error.
+        ScriptError: There was such an error.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
         if isinstance(error, AutoaccumError) or is_oom(error) or _BUSY in str(error) or raised_here(error):
             raise
-        model = job.get("model")
+        model = call.get("model")
         name = type(model).__name__ if isinstance(model, nn.Module) else f"{getattr(model, '__name__', model)}()"
-        raise RecipeError(
+        raise ScriptError(
             f"the script's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
             f"batch holds {shapes_of(batch)}; correct the script"
         ) from error
@@ -218,7 +217,7 @@ def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
     """Replace Python arguments in errors by the names of their options, for those given on the command line."""
     try:
         yield
-    except RecipeError:  # of the script's own words
+    except ScriptError:  # of the script's own words
         raise
     except InvalidInputError as error:
         text = str(error)
@@ -235,26 +234,26 @@ def _option_of(name: str) -> str:
     return "--gpu" if name == "gpus" else f"--{name.replace('_', '-')}"
 
 
-def _most(job: Job, batch: Any, asked: int | None, required: int | None) -> int | None:
+def _most(call: FitCall, batch: Any, asked: int | None, required: int | None) -> int | None:
     """Return the largest size to search; a required size may exceed the target batch."""
-    own = job.get("micro_batch")
+    own = call.get("micro_batch")
     most = own if asked is None and isinstance(own, int) else asked
-    return most if required is None else max(required, most or job.samples_of_target(batch))
+    return most if required is None else max(required, most or call.samples_of_target(batch))
 
 
-def _first_batch(job: Job) -> Any:
+def _first_batch(call: FitCall) -> Any:
     try:
-        batches = iter(job.get("loader"))
+        batches = iter(call.get("loader"))
     except TypeError:
         raise InvalidInputError(
-            f"the script's job has no loader (loader={job.get('loader')!r}), and a report needs its first batch; pass "
-            "autoaccum.Job(model, loader, target_batch) with a DataLoader, or a list of one batch"
+            f"the script's call has no loader (loader={call.get('loader')!r}), and a report needs its first batch; "
+            "pass a DataLoader, or a list of one batch"
         ) from None
     with errors_explained("the script's loader"):  # even if its text is that of a busy device
         for batch in batches:
             return batch
     raise InvalidInputError(
-        f"the script's loader ({type(job.get('loader')).__name__}) has no batch, and a report needs the first one"
+        f"the script's loader ({type(call.get('loader')).__name__}) has no batch, and a report needs the first one"
     )
 
 
@@ -307,7 +306,7 @@ def _missing_as_exit_code(context: click.Context) -> Iterator[None]:
     """Give a missing device, or one in exclusive use by another process, an exit code other than bad input."""
     try:
         yield
-    except RecipeError as error:
+    except ScriptError as error:
         if not isinstance(error.__cause__, SystemExit):  # which says in words where it was
             write_line("".join(traceback.format_exception(error.__cause__ or error)).rstrip())
         raise

@@ -361,7 +361,7 @@ def _check_placeholders(command: Sequence[str], options: Options) -> None:
             )
     elif not found & _OF_A_SIZE and not options.no_placeholder:
         raise InvalidInputError(
-            "the command has no placeholder, so a restart would change nothing; write {micro_batch} and {accum_steps} "
+            "the command has no placeholder, so its sizes would never change; write {micro_batch} and {accum_steps} "
             "where it takes these numbers, or pass --no-placeholder if it reads AUTOACCUM_MICRO_BATCH and "
             "AUTOACCUM_ACCUM_STEPS"
         )

@@ -38,7 +38,7 @@ from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loaders import first_batches, samples_of
 from autoaccum._report.records import Measured, Predicted, Subject
-from autoaccum._report.remedies import Remedies, adapts_of, are_due, computes_bf16, kernels_of, names_in
+from autoaccum._report.remedies import adapts_of, are_due, kernels_of, names_in, remedies
 from autoaccum._saving.savings import Savings, check_savings
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
@@ -176,7 +176,7 @@ def preflight(
             measured = _with_epoch(measured, loader, batch, split)
             found.insert(0, _with_footprint(asked, made, way, measured, notices))
     with undisturbed():
-        remedies_on, remedies, of_remedies = _remedies(asked, found, made, way, on_rank, notices)
+        remedies_on, helpful, of_remedies = _remedies(asked, found, made, notices)
     places = [one for one, _ in found]
     predicted = tuple(one for one in places if isinstance(one, Predicted))
     return Report(
@@ -191,7 +191,7 @@ def preflight(
         ),
         measured=next((one for one in places if isinstance(one, Measured)), None),
         predicted=predicted,
-        remedies=remedies,
+        remedies=helpful,
         remedies_on=remedies_on,
         warnings=(*warnings, *_of_batchnorm(calls.modules, batchnorm, places), *of_remedies),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.notes)])),
@@ -280,7 +280,7 @@ def _with_footprint(
     _LOG.info("tracing a step")
     how: dict[str, Any] = {"kind": kind, "precision": measured.precision or "fp32", "sizes": sorted({1, asked.most})}
     try:
-        estimate = trace_step(model, asked.batch, tensor_float=computes_bf16(measured), **how, **way).estimate()
+        estimate = trace_step(model, asked.batch, tensor_float=_has_tensor_float(measured), **how, **way).estimate()
         step = estimate.at(1 if measured.plan is None else measured.plan.micro_batch)
     except Exception as error:
         # It ran for real, and the report does not fail for lack of a picture.
@@ -293,6 +293,13 @@ def _with_footprint(
         of_model = 0 if measured.device.holds_model else step.parameters_bytes + step.buffers_bytes
         step = replace(step, reserved_bytes=measured.peak_bytes + of_model)
     return replace(measured, footprint=step), estimate
+
+
+def _has_tensor_float(measured: Measured) -> bool:
+    """Whether the device has TF32; NVIDIA GPUs do from Ampere on."""
+    if kernels_of(measured) != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(torch.device(measured.device.device)) >= (8, 0)
 
 
 def _with_epoch(measured: Measured, loader: Iterable[Any] | None, batch: Any, split: Split | None) -> Measured:
@@ -384,8 +391,6 @@ def _remedies(
     asked: Asked,
     found: Sequence[tuple[Measured | Predicted, Estimate | None]],
     model: nn.Module,
-    way: Mapping[str, Any],
-    on_rank: Callable[[Timeline], Timeline],
     notices: Notices,
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
     """Return the first device that needs a smaller step, the remedies for it, and warnings."""
@@ -397,23 +402,15 @@ def _remedies(
     if unchanged is None:
         return None, (), (f"{title}: not known, since the step cannot be traced",)
     _LOG.info("looking for what would help on %s", place.name)
-
-    def trace(precision: str) -> Traced:
-        gpu = place.gpu if isinstance(place, Predicted) else None
-        how: dict[str, Any] = {"kind": kernels_of(place), "tensor_float": computes_bf16(place), "gpu": gpu}
-        step = trace_step(model, asked.batch, precision=precision, sizes=sorted({1, asked.most}), **how, **way)
-        return step if gpu is None else step.changed(on_rank)
-
-    tried = Remedies(asked, place, unchanged, trace, model, way["optimizer"])
-    remedies = tried.all()
+    helpful, failed = remedies(asked, place, unchanged, model)
     warnings = []
-    if not remedies:
-        warnings.append(f"{title}: none of the changes tried")
-    if tried.failed:
-        warnings.append(f"{title}: the model fails with {', '.join(tried.failed)}")
+    if not helpful:
+        warnings.append(f"{title}: nothing that save_memory takes")
+    if failed:
+        warnings.append(f"{title}: the model fails with {', '.join(failed)}")
     if others := [one.name for one, _ in due[1:]]:
         notices.say(f"{title}: listed only for it; for {' and '.join(others)} run a report without it")
-    return place.name, remedies, tuple(warnings)
+    return place.name, helpful, tuple(warnings)
 
 
 def _precision_on(gpu: GPU, model: nn.Module, asked: str) -> str:

@@ -10,8 +10,8 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from autoaccum._report.drawing import ANSWERS, pictures_of
-from autoaccum._report.wording import alive_of, are_numbers, headline_of, notes_of, sections_of, title_of
+from autoaccum._report.drawing import ANSWERS, bars, curves
+from autoaccum._report.wording import PLANS, alive_of, are_numbers, headline_of, notes_of, sections_of, title_of
 from autoaccum._system.own_distribution import __version__
 
 if TYPE_CHECKING:
@@ -46,8 +46,13 @@ def _body(report: ReportContents) -> Iterator[str]:
     answer, headline, plan = headline_of(report)
     yield f'<p class="headline {ANSWERS[answer]}"><b>{escape(headline)}</b> {escape(plan)}</p>'
     yield from _list("Warnings", "warnings", report.warnings)
-    yield from pictures_of(report)
-    for section in (alive_of(report), *sections_of(report)):
+    yield bars(report)
+    sections = sections_of(report)
+    first = [section for section in sections if section.title == PLANS]
+    for section in first:
+        yield from _section(section)
+    yield curves(report)
+    for section in (alive_of(report), *(one for one in sections if one not in first)):
         yield from _section(section)
     for title, notes in notes_of(report):
         yield from _list(title, "notes", notes)

@@ -20,25 +20,19 @@ FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change that would reduce the memory of a step.
+    """What would reduce the memory of a step.
 
     Attributes:
-        name: Its name.
-        description: How to make it.
+        save_memory: Its name, as `fit` takes it.
         peak_bytes: The memory that a step of `micro_batch` would then need, or of the least traced if none fits.
         micro_batch: The largest micro-batch that would then fit.
-        cost: Its disadvantage.
         safe_micro_batch: The largest that would then fit in spite of the prediction's uncertainty.
-        memory: What `fit` takes as `save_memory` for it; empty if it is another change.
     """
 
-    name: str
-    description: str
+    save_memory: str
     peak_bytes: int
     micro_batch: int
-    cost: str
     safe_micro_batch: int
-    memory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

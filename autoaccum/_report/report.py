@@ -37,7 +37,7 @@ class Report(ReportContents):
         predicted: Predictions, one for each GPU.
         warnings: What may go wrong.
         notes: Choices made by default, and the assumptions of the predictions.
-        remedies: Changes that would reduce the memory of a step.
+        remedies: What would reduce the memory of a step, by names of `save_memory`.
         remedies_on: The device that the remedies are for.
         required_micro_batch: The micro-batch that must fit everywhere; None if any will do.
         is_optimistic: Whether that is held against the largest size that is predicted to fit, not the safe one.

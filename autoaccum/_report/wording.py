@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoaccum._report.records import Measured, ReportContents, Subject
 
 MEASURED = "measured"
+PLANS = "Largest micro-batch and plan"
 # Unknown, or not applicable.
 NONE = "-"
 # Rows of bytes fit in 80 characters: 2 of indentation, the longest name, then columns 3 apart that are as wide as
@@ -125,7 +126,8 @@ def alive_of(report: ReportContents) -> Section:
     rest = step.peak_bytes - sum(one.held_bytes for one in step.alive)
     if rest > 0:
         rows.append(("all others", NONE, NONE, NONE, format_bytes(rest), f"{rest / whole:.0%}"))
-    title = f"Tensors alive at the peak on {name}: {format_bytes(step.peak_bytes)}, in {step.phase}"
+    peak = f"{format_bytes(step.peak_bytes)} of {format_bytes(step.reserved_bytes)}"
+    title = f"Tensors alive at the peak on {name}: {peak}, in {step.phase}"
     return Section(title, ("kind", "module", "made by", "tensors", "bytes", "share"), tuple(rows))
 
 
@@ -224,7 +226,7 @@ def _plans(report: ReportContents) -> Section:
         return _title(found), _largest(found), str(found.safe_micro_batch), cut, peak, headroom
 
     header = ("where", "largest", "safe", f"plan for {report.subject.share}", "peak", "headroom")
-    return Section("Largest micro-batch and plan", header, tuple(map(row, report.places)))
+    return Section(PLANS, header, tuple(map(row, report.places)))
 
 
 def _title(found: Measured | Predicted) -> str:
@@ -289,10 +291,8 @@ def _remedies(report: ReportContents) -> Section:
     rows = []
     for one in report.remedies:
         more = " or more" if one.micro_batch >= most else ""  # larger ones were not tried
-        fits = (
-            f"micro-batches of {one.micro_batch}{more} ({one.safe_micro_batch} safely), {format_bytes(one.peak_bytes)}"
-        )
-        rows.append((one.name, f"{fits}. Cost: {one.cost}. How: {one.description}"))
+        fits = f"{one.micro_batch}{more} ({one.safe_micro_batch} safely), {format_bytes(one.peak_bytes)}"
+        rows.append((f"save_memory={one.save_memory!r}", f"micro-batches of {fits}"))
     return Section(f"What would help on {report.remedies_on}", (), tuple(rows))
 
 

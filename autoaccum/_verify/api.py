@@ -123,7 +123,7 @@ def verify_command(
 def _verify_splits(
     observe: Callable[[Sizes, bool], Ranks], target_batch: int, world_size: int, most: int | None
 ) -> Verification:
-    from autoaccum._verify.comparison import Run, compare  # noqa: PLC0415 - it imports torch
+    from autoaccum._verify.comparison import Run, check_noise, compare  # noqa: PLC0415 - it imports torch
 
     def run(sizes: Sizes, again: bool = False) -> Run:
         return Run(sizes.micro_batch, sizes.accum_steps, observe(sizes, again))
@@ -142,12 +142,12 @@ def _verify_splits(
             del candidates[0]
             if len(candidates) == 1:
                 raise
-    again = run(candidates[0], again=True)
-    splits = []
+    again, splits = run(candidates[0], again=True), []
+    noises = check_noise(whole, again)
     for sizes in candidates[1 : 1 + _SPLITS]:
         splits.append(run(sizes))
         _check_follows(whole, splits[-1])
-    checks, noise, notes = compare(whole, again, splits, world_size)
+    checks, noise, notes = compare(whole, again, noises, splits, world_size)
     return Verification(target_batch, world_size, (whole.micro_batch, whole.accum_steps), tuple(checks), noise, notes)
 
 
@@ -160,10 +160,12 @@ def _splits(target_batch: int, world_size: int, most: int | None) -> Iterator[Si
 
 def _check_follows(whole: Run, split: Run) -> None:
     """Raise if a run is the same with other sizes."""
-    if (whole.rows, whole.backwards) == (split.rows, split.backwards):
+    if (whole.elements, whole.backwards) == (split.elements, split.backwards):
         raise InvalidInputError(f"{split.name} does the same as {whole.name}: micro_batch and accum_steps are ignored")
     times = split.accum_steps / whole.accum_steps
-    if whole.rows and whole.rows[-1] == split.rows[-1] and sum(split.rows) == times * sum(whole.rows):
-        raise InvalidInputError(
-            f"{split.name} passes {split.rows[-1]} samples at once, as {whole.name} does: micro_batch is ignored"
-        )
+    if (
+        whole.elements
+        and set(whole.elements) == set(split.elements)
+        and len(split.elements) == times * len(whole.elements)
+    ):
+        raise InvalidInputError(f"{split.name} passes as many samples at once as {whole.name}: micro_batch is ignored")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,12 @@ _OF_MODULE, _OF_WHOLE = 10.0, 0.1
 _NOISES, _MOST_NOISE = 3.0, 0.3
 # How near a ratio is to a number that explains it.
 _NEAR = 1e-2
+_BETWEEN = {
+    "cleared": "gradients are cleared inside the window: only its last micro-batches count",
+    "clipped": "gradients are clipped between micro-batches, not once before the step",
+    "unscaled": "gradients are unscaled between micro-batches, not once before the step",
+    "changed": "gradients are scaled or changed between micro-batches",
+}
 Ranks = list[dict[str, Any]]
 
 
@@ -62,7 +69,7 @@ class Run:
         self.batchnorm = sorted(set(chain.from_iterable(rank["batchnorm"] for rank in ranks)))
         self.tolerance = max(_TOLERANCES.get(kind, _OF_FLOAT32) for rank in ranks for kind in rank["types"])
         first = next(steps[0] for steps in self.steps if steps)
-        self.rows, self.backwards = first.all("rows"), len(first.all("parts"))
+        self.elements, self.backwards = first.all("elements"), len(first.all("parts"))
         for number, step in enumerate(chain.from_iterable(self.steps)):
             bad = [owner for owner, row in zip(step.owners, step.gradient, strict=True) if not row.isfinite().all()]
             if bad:
@@ -77,25 +84,33 @@ class Run:
         for step, their in zip(self.steps[place], theirs, strict=False):
             if step.owners != their.owners:
                 raise InvalidInputError(f"the optimizer has other parameters in {other.name} than in {self.name}")
+            if step.seen[0]["skipped"] != their.seen[0]["skipped"]:
+                raise InvalidInputError(
+                    f"the scaler skips other optimizer steps in {other.name} than in {self.name}, for infinite "
+                    "gradients; begin with a smaller scale"
+                )
             yield step, their
 
 
-def compare(
-    whole: Run, again: Run, splits: Sequence[Run], world_size: int
-) -> tuple[list[SplitCheck], float, tuple[str, ...]]:
-    """Return what each split shows, by how much two equal runs differ, and what else is to be said.
-
-    Raises:
-        InvalidInputError: Nothing can be said: gradients are NaN, or two equal runs differ too much.
-    """
-    places = range(len(whole.steps))
-    noises = [[_off(b.gradient, a.gradient) for a, b in whole.pairs(again, place)] for place in places]
+def check_noise(whole: Run, again: Run) -> list[list[float]]:
+    """Return by how much two equal runs differ, for each optimizer in each step; raise if that is too much."""
+    if not any(step.gradient.any() for step in chain.from_iterable(whole.steps)):
+        raise InvalidInputError(f"every gradient is 0 ({whole.name}); perhaps the loop clears them before it steps")
+    noises = [[_off(b.gradient, a.gradient) for a, b in whole.pairs(again, n)] for n in range(len(whole.steps))]
     noise = max(steps[0] for steps in noises if steps)
     if noise > _MOST_NOISE:
         raise InvalidInputError(
             f"two equal runs ({whole.name}) differ by {noise:.0%}, too much to compare splits; fix the seed of the "
-            "weights and the order of the samples"
+            "weights and the order of the samples; a model that draws random numbers by itself cannot be compared"
         )
+    return noises
+
+
+def compare(
+    whole: Run, again: Run, noises: list[list[float]], splits: Sequence[Run], world_size: int
+) -> tuple[list[SplitCheck], float, tuple[str, ...]]:
+    """Return what each split shows, by how much two equal runs differ, and what else is to be said."""
+    places, noise = range(len(whole.steps)), max(steps[0] for steps in noises if steps)
     notes = [f"{whole.optimizers[place]} made no step, and was not compared" for place in places if not noises[place]]
     if noise > whole.tolerance:
         notes.append(f"two equal runs differ by {noise:.1e}, for randomness in the model; that counts as noise")
@@ -124,7 +139,7 @@ def compare(
 def _off(one: torch.Tensor, of: torch.Tensor) -> float:
     """Return the norm of the difference, relative to that of a gradient."""
     difference, size = float((one - of).norm()), float(of.norm())
-    return difference / size if size else math.inf if difference else 0.0
+    return difference / size if size else 1.0 if difference else 0.0
 
 
 class _Comparison:
@@ -132,6 +147,7 @@ class _Comparison:
 
     def __init__(self, whole: Run, split: Run, a: _Step, b: _Step, again: _Step, world_size: int) -> None:
         self._a, self._b, self._again, self._world_size = a, b, again, world_size
+        self._steps = whole.accum_steps, split.accum_steps
         self._parts = split.accum_steps / whole.accum_steps
         self._base = max(whole.tolerance, split.tolerance)
         self._tolerance = max(self._base, _NOISES * _off(again.gradient, a.gradient))
@@ -140,31 +156,55 @@ class _Comparison:
         """Return the relative difference, and what is wrong; "" if nothing is."""
         difference, off = _off(self._b.gradient, self._a.gradient), self._modules_off()
         if difference <= self._tolerance and not off:
-            return difference, self._clipped_by_hand()
+            return difference, self._clipped_by_hand() or self._other_rate()
         diagnoses: tuple[Callable[[], str], ...] = (
-            self._stepped_inside,
+            self._other_size,
+            self._ranks_apart,
             self._scaled,
             partial(self._of_modules, off),
             self._changed_between,
             self._mean_of_means,
             self._other_samples,
         )
-        unknown = "gradients of the same samples differ; perhaps the loss compares samples with each other"
+        unknown = (
+            "gradients of the same samples differ; perhaps the loss compares samples with each other, or a term is "
+            "added in each micro-batch"
+        )
         return difference, next(filter(None, (one() for one in diagnoses)), unknown)
 
     def _clipped_by_hand(self) -> str:
         """Gradients are perhaps equal because the loop gave them equal norms after the last backward pass."""
         for before, after in zip(self._a.seen, self._b.seen, strict=False):
-            if before["factor"] and after["factor"] and abs(before["factor"] - 1) > self._base:
-                ratio = before["factor"] / after["factor"]
-                if abs(ratio - 1) > self._tolerance:
-                    return f"perhaps clipped to equal norms; before that, {self._times(ratio)}"
+            factor, its = before["factor"], after["factor"]
+            if factor and its and abs(factor - 1) > self._base and abs(factor / its - 1) > self._tolerance:
+                is_mean = all(abs(one * n - 1) < _NEAR for one, n in zip((factor, its), self._steps, strict=True))
+                if not is_mean:  # it divides after the last backward pass
+                    return f"perhaps clipped to equal norms; before that, {self._times(factor / its)}"
         return ""
 
-    def _stepped_inside(self) -> str:
-        rows, of = sum(self._b.all("rows")), sum(self._a.all("rows"))
-        if len(self._b.seen[0]["parts"]) <= 1 < self._parts and 0 < rows < of:
-            return f"the optimizer steps inside the window, after {rows} of {of} samples"
+    def _other_rate(self) -> str:
+        for rate, other in zip(self._a.all("rates"), self._b.all("rates"), strict=False):
+            if not math.isclose(rate, other, rel_tol=1e-6):
+                return f"the learning rate is {other:.4g}, not {rate:.4g}; perhaps its schedule counts micro-batches"
+        return ""
+
+    def _other_size(self) -> str:
+        """The step takes more samples or fewer; that the others are the same tells it from another order."""
+        of, samples = Counter(self._a.all("samples")), Counter(self._b.all("samples"))
+        is_one = len(self._b.seen[0]["parts"]) <= 1 < self._parts  # padding may hide that they are the same
+        if samples < of or (is_one and 0 < samples.total() < of.total()):
+            return f"the optimizer steps inside the window, after {samples.total()} of {of.total()} samples"
+        if samples > of:
+            return f"the optimizer steps late, after {samples.total()} samples, not {of.total()}"
+        return ""
+
+    def _ranks_apart(self) -> str:
+        def alike(step: _Step) -> bool:
+            ranks = step.gradient.chunk(self._world_size)
+            return all(_off(one, ranks[0]) <= self._tolerance for one in ranks if one.shape == ranks[0].shape)
+
+        if alike(self._a) and not alike(self._b):
+            return "ranks step with gradients of their own: the last backward pass is not reduced, as in no_sync"
         return ""
 
     def _scaled(self) -> str:
@@ -176,23 +216,21 @@ class _Comparison:
         parts, ranks = self._parts, self._world_size
         reasons = {
             "the loss is not divided by the accumulation steps": parts,
-            "the loss is divided by the accumulation steps twice": 1 / parts,
+            "the loss is divided by the accumulation steps twice, or once where it is a sum": 1 / parts,
             f"as many as there are ranks ({ranks})": ranks,
             f"one in as many as there are ranks ({ranks})": 1 / ranks,
         }
         near = max(self._tolerance, _NEAR)
+        made, whole_made = (len(one.seen[0]["parts"]) for one in (self._b, self._a))
+        if made * self._steps[0] < whole_made * self._steps[1]:
+            told = f"the window has {made} of {self._steps[1]} micro-batches and is divided by {self._steps[1]}"
+            reasons = {told: made * self._steps[0] / (whole_made * self._steps[1])} | reasons
         fitting = [text for text, value in reasons.items() if value != 1 and abs(ratio / value - 1) < near]
         return f"every gradient is {ratio:.4g} times as large{': ' if fitting else ''}{', or '.join(fitting)}"
 
     def _changed_between(self) -> str:
-        for what, text in (
-            ("cleared", "gradients are cleared inside the window: only its last micro-batches count"),
-            ("clipped_between", "gradients are clipped between micro-batches, not once before the step"),
-            ("changed_between", "gradients are scaled between micro-batches"),
-        ):
-            if any(one[what] for one in self._b.seen):
-                return text
-        return ""
+        between = self._b.all("between")
+        return next((text for what, text in _BETWEEN.items() if what in between), "")
 
     def _mean_of_means(self) -> str:
         """Solve for the weights by which the parts that micro-batches added would be the whole gradient."""
@@ -203,19 +241,16 @@ class _Comparison:
         weights = torch.linalg.lstsq(parts.flatten(1).T, self._a.gradient.reshape(-1, 1), driver="gelsd").solution
         total = (parts * weights.reshape(-1, 1, 1)).sum(0)
         share = weights.flatten() / weights.mean()
-        if _off(total, self._a.gradient) > self._tolerance or float((share - 1).abs().max()) < _NEAR:
+        differ = float((share - 1).abs().max()) > _NEAR and float(share.min()) > _NEAR
+        if _off(total, self._a.gradient) > self._tolerance or not differ:
             return ""
-        reason = ""
-        for what, unit in (("labels", "labels"), ("rows", "samples")):
-            counted = torch.tensor(self._b.seen[0][what], dtype=torch.float64)
-            if len(counted) == len(share) and float((counted / counted.mean() - share).abs().max()) < 10 * _NEAR:
-                reason = f", by their {unit}"
-                break
+        labels = torch.tensor(self._b.seen[0]["labels"], dtype=torch.float64)
+        is_by_labels = labels.shape == share.shape and float((labels / labels.mean() - share).abs().max()) < 10 * _NEAR
         scale = 1 / float(weights.mean())
         beside = f"; beside that, {self._times(scale)}" if abs(scale - 1) > _NEAR else ""
         return (
             f"a mean of means: micro-batches count alike, and should count {share.min():.2f} to {share.max():.2f} "
-            f"times as much{reason}{beside}"
+            f"times as much{', by their labels' if is_by_labels else ''}{beside}"
         )
 
     def _modules_off(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,13 +47,18 @@ class _Seen:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.name = weakref.ref(optimizer), type(optimizer).__name__
         self.steps: list[dict[str, Any]] = []
+        self.skipped = 0  # steps, by a scaler
         self.begin()
 
     def begin(self) -> None:
         self.unclipped: dict[int, torch.Tensor] = {}  # by the clip since the last backward pass
+        self.done: set[str] = set()  # to the gradients since the last backward pass
         self.known: torch.Tensor | None = None  # after the last backward pass, unscaling or clip that was seen
-        lists: dict[str, Any] = {name: [] for name in ("parts", "rows", "labels", "samples")}
-        self.window = lists | dict.fromkeys(("clipped_between", "changed_between", "cleared"), False)
+        self.window: dict[str, Any] = {name: [] for name in ("parts", "elements", "labels", "samples", "between")}
+
+    def skip(self) -> None:
+        self.skipped += 1
+        self.begin()
 
     def parameters(self) -> list[torch.Tensor]:
         groups = getattr(self.optimizer(), "param_groups", [])
@@ -64,11 +70,12 @@ class _Seen:
 
     def note_changes(self, now: torch.Tensor) -> None:
         """Note what the loop has done to the gradients since the last backward pass of the window."""
-        self.window["clipped_between"] |= bool(self.unclipped)
-        self.unclipped = {}
-        ratio = _ratio(now, self.known) if self.window["parts"] else None
-        if ratio is not None:
-            self.window["cleared" if ratio == 0 else "changed_between"] |= abs(ratio - 1) > 1e-6  # noqa: PLR2004
+        ratio = _ratio(now, self.known)
+        if ratio is not None and abs(ratio - 1) > 1e-6:  # noqa: PLR2004
+            self.done.add("changed" if ratio else "cleared")
+        if self.window["parts"]:
+            self.window["between"] += self.done
+        self.unclipped, self.done = {}, set()
 
 
 class Observer:
@@ -89,7 +96,7 @@ class Observer:
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._depth = self._labels = self._backwards = 0
         self._is_busy = False  # in a backward pass
-        self._random: Any = None  # the state outside of forward passes
+        self._random: Any = None  # that of a forward pass
         self._batchnorm: set[str] = set()  # kinds in training mode
         self._types: set[str] = set()  # of outputs and gradients
 
@@ -104,6 +111,8 @@ class Observer:
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.amp.grad_scaler.GradScaler, "unscale_", self._unscale)
         self._replace(functional, "batch_norm", _batch_norm)
+        self._undo.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r"Using .torch\.compile\(module\). when there are global hooks")
         for name in _CLIPS:
             self._wrap_clip(getattr(nn.utils.clip_grad, name, None))
         if not self._keep_dropout:
@@ -132,13 +141,15 @@ class Observer:
             self._set(module, drop, 0.0)
         self._depth += 1
         if self._depth == 1 and not self._is_busy and torch.is_grad_enabled():
-            on_gpus = torch.cuda.get_rng_state_all() if _uses_cuda() else []
-            self._random = (torch.get_rng_state(), on_gpus)
+            gpus = range(torch.cuda.device_count()) if _uses_cuda() else ()
+            self._random = torch.random.fork_rng(gpus)
+            self._random.__enter__()
             torch.default_generator.manual_seed(self._seed)
-            if on_gpus:
+            if gpus:
                 torch.cuda.manual_seed_all(self._seed)
 
-    def _after_forward(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, named: Any, output: Any = None) -> None:
+        # After an exception, such as ends the recomputation of a checkpoint, torch passes neither `named` nor output.
         if torch.compiler.is_compiling() or not self._depth:
             return
         self._depth -= 1
@@ -148,10 +159,8 @@ class Observer:
             self._batchnorm.add(type(module).__name__)
         if self._depth or not self._random:
             return
-        (state, on_gpus), self._random = self._random, None
-        torch.set_rng_state(state)
-        if on_gpus:
-            torch.cuda.set_rng_state_all(on_gpus)
+        self._random.__exit__(None, None, None)
+        self._random = None
         tensors = list(_tensors((args, named)))
         if output is not None and not any(one.requires_grad for one in tensors):  # else a loss, or a later part
             self._roots[id(module)] = weakref.ref(module)
@@ -164,7 +173,7 @@ class Observer:
             self._types |= {str(torch.get_autocast_dtype(kind))} if torch.is_autocast_enabled(kind) else set()
             numbers = _rows(tensors)
             for seen in self.optimizers:
-                seen.window["rows"].append(len(numbers))
+                seen.window["elements"].append(tensors[0].numel())
                 seen.window["samples"] += numbers
             labels = [one for one in tensors if not one.is_floating_point() and (one == _IGNORED_LABEL).any()]
             self._labels += sum(int((one != _IGNORED_LABEL).sum()) for one in labels)
@@ -202,7 +211,11 @@ class Observer:
 
     def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> None:
         original(scaler, optimizer)
-        self._of(optimizer).known = self._of(optimizer).sketch()
+        seen = self._of(optimizer)
+        seen.done.add("unscaled")
+        seen.known = seen.sketch()
+        if not seen.known.isfinite().all():
+            seen.skip()
 
     def _wrap_clip(self, function: Any) -> None:
         """Wrap a function of torch for all who have imported it, in the cell where its decorator holds it."""
@@ -218,6 +231,7 @@ class Observer:
             seen.unclipped.setdefault(id(one), _sketch(one))
         result = clip(parameters, *args, **named)
         for seen in {id(seen): seen for seen, _ in concerned}.values():
+            seen.done.add("clipped")
             seen.known = seen.sketch()
         return result
 
@@ -237,6 +251,9 @@ class Observer:
 
     def _note_step(self, optimizer: Optimizer) -> None:
         seen = self._of(optimizer)
+        if getattr(optimizer, "found_inf", None):  # a fused step skips itself
+            seen.skip()
+            return
         if len(seen.steps) >= self._most:  # others lag behind, or never step
             self._finish()
         now, scale = seen.sketch(), getattr(optimizer, "grad_scale", None)  # of a fused step, which unscales
@@ -246,7 +263,9 @@ class Observer:
             name = names.get(id(one), "a parameter of no known module")
             gradients.append([name, None if one.grad is None else unclipped.tolist()])
             self._types |= set() if one.grad is None else {str(one.grad.dtype)}
-        seen.steps.append({**seen.window, "gradients": gradients, "factor": _ratio(now, seen.known)})
+        rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+        step = {"gradients": gradients, "rates": rates, "skipped": seen.skipped, "factor": _ratio(now, seen.known)}
+        seen.steps.append({**seen.window, **step})
         seen.begin()
         alive = [one for one in self.optimizers if any(parameter.requires_grad for parameter in one.parameters())]
         if all(len(one.steps) >= self._most for one in alive):
@@ -281,6 +300,9 @@ def observe_process(settings: str) -> None:
     given = json.loads(settings)
     folder, process = Path(given.pop("folder")), os.getpid()
     random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if "numpy" in sys.modules:  # torch imports it where there is one
+        sys.modules["numpy"].random.seed(0)
     torch.use_deterministic_algorithms(given.pop("deterministic"), warn_only=True)
 
     def write() -> None:
@@ -288,9 +310,9 @@ def observe_process(settings: str) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         has_stepped = any(one.steps for one in observer.optimizers)
-        path = folder / (f"rank-{rank}.json" if has_stepped else f"idle-{process}.json")
-        if os.getpid() == process and not path.exists():  # else it was forked
-            part = path.with_suffix(f".{process}")
+        path = folder / (f"rank-{rank}.json" if has_stepped else f"idle-{os.getpid()}.json")
+        if not path.exists():
+            part = path.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps({"rank": rank, "world": world, **observer.seen()}), encoding="utf-8")
             part.replace(path)
 
@@ -303,7 +325,7 @@ def observe_process(settings: str) -> None:
         os._exit(0)  # a SystemExit may be caught
 
     observer = Observer(finish=finish, **given).__enter__()
-    atexit.register(write)
+    atexit.register(lambda: write() if os.getpid() == process else None)  # else it was forked
 
 
 def _uses_cuda() -> bool:

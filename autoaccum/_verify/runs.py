@@ -89,7 +89,10 @@ def _reason(code: int | None, tail: str, idle: list[dict[str, Any]], timeout_s: 
     if code:
         return f"ended with exit code {code} before its first optimizer step: {last}"
     if not idle:
-        return "ran no Python that imported torch and can be watched; python -I and -E, and containers, cannot be"
+        return (
+            "ran no Python that imported torch and can be watched; python -I and -E, containers, and what replaces "
+            "PYTHONPATH instead of adding to it cannot be"
+        )
     if not backwards:
         return "ended without an optimizer step"
     return (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum.records import FitResult
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -26,11 +27,11 @@ def loss(outputs: Tensor, batch: Arrays) -> Tensor:
     return functional.cross_entropy(outputs, torch.from_numpy(batch["labels"]).to(outputs.device))
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
     random = np.random.default_rng(0)
     loader = [{"inputs": random.normal(size=(4, 6)), "labels": random.integers(3, size=4)} for _ in range(4)]
-    return autoaccum.Job(
+    return autoaccum.fit(
         nn.Linear(6, 3),
         loader,
         target_batch,
@@ -42,4 +43,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

@@ -14,6 +14,7 @@ from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
 import autoaccum
+from autoaccum.records import FitResult
 
 Sample = tuple[Tensor, dict[str, Tensor]]
 
@@ -64,9 +65,9 @@ def samples(number: int) -> list[Sample]:
     return [(torch.rand(3, 64, 64), {"boxes": boxes[i], "labels": labels[i]}) for i in range(number)]
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
-    return autoaccum.Job(
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
+    return autoaccum.fit(
         model(),
         DataLoader(samples(16), batch_size=4, collate_fn=list),
         target_batch,
@@ -78,4 +79,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import autoaccum
+from autoaccum.records import FitResult
 
 Sample = dict[str, list[int]]
 
@@ -22,8 +23,8 @@ def predicted(samples: list[Sample]) -> float:
     return float(sum(len(sample["input_ids"]) - 1 for sample in samples))
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,
@@ -35,7 +36,7 @@ def job(target_batch: int = 8) -> autoaccum.Job:
     )
     lengths = [int(torch.randint(3, 12, ())) for _ in range(16)]
     data: Any = [{"input_ids": torch.randint(32, (length,)).tolist()} for length in lengths]
-    return autoaccum.Job(
+    return autoaccum.fit(
         LlamaForCausalLM(config),
         DataLoader(data, batch_size=4, collate_fn=list),
         target_batch,
@@ -45,4 +46,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

@@ -16,6 +16,7 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCNConv
 
 import autoaccum
+from autoaccum.records import FitResult
 
 
 class Graphs:
@@ -65,9 +66,9 @@ def graph() -> Data:
     return Data(x=torch.randn(nodes, 4), edge_index=edges, y=torch.randint(3, (nodes,)))
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
-    return autoaccum.Job(
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
+    return autoaccum.fit(
         Network(),
         DataLoader([graph() for _ in range(16)], batch_size=4),
         target_batch,
@@ -78,4 +79,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

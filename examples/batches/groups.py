@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum.records import FitResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +41,9 @@ def loss(scores: Tensor, _: Tensor) -> Tensor:
     return -functional.logsigmoid(scores[0::2] - scores[1::2]).mean()
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job; `target_batch` counts pairs."""
-    return autoaccum.Job(
+def train(target_batch: int = 8) -> FitResult:
+    """Train; `target_batch` counts pairs."""
+    return autoaccum.fit(
         nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)),
         [torch.randn(8, 6) for _ in range(4)],  # of four pairs each
         target_batch,
@@ -53,4 +54,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
 
 import autoaccum
+from autoaccum.records import FitResult
 
 Sample = tuple[Tensor, Tensor]
 
@@ -43,11 +44,11 @@ def steps(samples: list[Sample]) -> float:
     return float(sum(len(targets) for _, targets in samples))
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
     lengths = [int(torch.randint(2, 9, ())) for _ in range(16)]
     data = [(torch.randn(length, 4), torch.randint(3, (length,))) for length in lengths]
-    return autoaccum.Job(
+    return autoaccum.fit(
         Tagger(),
         DataLoader(data, batch_size=4, collate_fn=list),
         target_batch,
@@ -58,4 +59,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

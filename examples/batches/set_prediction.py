@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autoaccum
+from autoaccum.records import FitResult
 
 CLASSES, QUERIES = 3, 6
 # No object weighs less than an object, since most queries find none.
@@ -74,9 +75,9 @@ def samples(number: int) -> list[Sample]:
     ]
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
-    return autoaccum.Job(
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
+    return autoaccum.fit(
         Detector(),
         DataLoader(samples(16), batch_size=4, collate_fn=list),
         target_batch,
@@ -88,4 +89,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

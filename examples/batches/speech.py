@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import autoaccum
+from autoaccum.records import FitResult
 
 Sample = tuple[Tensor, Tensor]
 
@@ -46,11 +47,11 @@ def loss(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
     return found
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
     lengths = [int(torch.randint(2, 5, ())) for _ in range(16)]
     data = [(torch.randn(3 * length, 6), torch.randint(1, 5, (length,))) for length in lengths]
-    return autoaccum.Job(
+    return autoaccum.fit(
         Recogniser(),
         DataLoader(data, batch_size=4, collate_fn=list),
         target_batch,
@@ -62,4 +63,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

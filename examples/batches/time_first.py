@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 import autoaccum
+from autoaccum.records import FitResult
 
 
 class Classifier(nn.Module):
@@ -29,10 +30,10 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return inputs.transpose(0, 1), targets
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
     data = [(torch.randn(5, 4), torch.randint(3, ())) for _ in range(16)]
-    return autoaccum.Job(
+    return autoaccum.fit(
         Classifier(),
         DataLoader(data, batch_size=4, collate_fn=collate),
         target_batch,
@@ -43,4 +44,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

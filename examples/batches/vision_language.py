@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autoaccum
+from autoaccum.records import FitResult
 
 TOKENS, WORDS, PATCH = 8, 20, 12
 
@@ -89,9 +90,9 @@ def sample() -> Sample:
     }
 
 
-def job(target_batch: int = 8) -> autoaccum.Job:
-    """Return the job."""
-    return autoaccum.Job(
+def train(target_batch: int = 8) -> FitResult:
+    """Train."""
+    return autoaccum.fit(
         Reader(),
         DataLoader([sample() for _ in range(16)], batch_size=4, collate_fn=collate),
         target_batch,
@@ -102,4 +103,4 @@ def job(target_batch: int = 8) -> autoaccum.Job:
 
 
 if __name__ == "__main__":
-    autoaccum.fit(**job().arguments)
+    train()

@@ -58,9 +58,9 @@ def run() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
-        bars, _, over_the_step, *_ = report.to_html().split("</figure>")
-        page.write_text(f"{bars}</figure>{over_the_step}", encoding="utf-8")
-        browse(page.as_uri(), IMAGES / "report.png", "560,1200", Path(folder) / "home")
+        top, curves, _ = report.to_html().split("</figure>")
+        page.write_text(f"{top}</figure>{curves}</figure>", encoding="utf-8")
+        browse(page.as_uri(), IMAGES / "report.png", "660,1290", Path(folder) / "home")
 
 
 if __name__ == "__main__":

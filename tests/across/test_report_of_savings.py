@@ -40,7 +40,7 @@ def test_more_samples_fit_with_a_loss_in_chunks(where):
 
     found = [report.predicted[0] if report.predicted else report.measured for report in (plain, in_chunks)]
     assert found[1].micro_batch > 2 * found[0].micro_batch
-    assert not any("loss in chunks" in remedy.name for remedy in in_chunks.remedies)
+    assert not any(remedy.save_memory == "chunked_loss" for remedy in in_chunks.remedies)
 
 
 def test_what_is_not_known_yet_is_said():

@@ -71,9 +71,8 @@ sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n")  # who
 TOO_LARGE = """
 import torch
 import autoaccum
-def job():
-    data = [(torch.randn(4, 8), torch.randint(0, 2, (4,)))]
-    return autoaccum.Job(torch.nn.Linear(8, 2), data, 4, device=autoaccum.Simulated("1KiB"))
+data = [(torch.randn(4, 8), torch.randint(0, 2, (4,)))]
+autoaccum.fit(torch.nn.Linear(8, 2), data, 4, device=autoaccum.Simulated("1KiB"))
 """
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._launch.script import FitCall
 from support.data.ragged import Causal, lengths_of, loader_of, padded, texts
 from support.faults.modes import FailAt
 from support.models.small import assert_bitwise
@@ -257,7 +258,7 @@ def test_samples_without_a_token_are_refused_in_words_about_tokens(batch, how):
     for call in (
         lambda: trained([batch] * 3, target_tokens=TOKENS, **how),
         lambda: list(autoaccum.windows([batch] * 3, target_tokens=TOKENS, **how)),
-        lambda: autoaccum.Job(None, [batch] * 3, target_tokens=TOKENS, **how).samples_of_target(batch),
+        lambda: FitCall({"target_tokens": TOKENS, **how}).samples_of_target(batch),
     ):
         with pytest.raises(autoaccum.InvalidInputError, match=r"no .*token.*labels other than -100.*texts tokenized"):
             call()

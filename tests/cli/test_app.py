@@ -77,19 +77,18 @@ import autoaccum._launch.run
 from autoaccum._cli.app import cli
 from click.testing import CliRunner
 sys.platform = "win32"
-for arguments in (["doctor"], ["report", "job.py:job", "--device=cpu"], ["run", "--", "x"], ["slurm", "--", "x"]):
+for arguments in (["doctor"], ["report", "train.py", "--device=cpu"], ["run", "--", "x"], ["slurm", "--", "x"]):
     done = CliRunner().invoke(cli, arguments)
     print("===", done.exit_code, type(done.exception).__name__, done.output)
 """
-_JOB = """
+_SCRIPT = """
 import autoaccum, torch
-def job():
-    return autoaccum.Job(torch.nn.Linear(3, 1), [(torch.randn(8, 3), torch.randn(8, 1))], 8)
+autoaccum.fit(torch.nn.Linear(3, 1), [(torch.randn(8, 3), torch.randn(8, 1))], 8)
 """
 
 
 def test_without_what_only_unix_has_commands_work_or_say_that_they_need_linux(tmp_path):
-    (tmp_path / "job.py").write_text(_JOB)
+    (tmp_path / "train.py").write_text(_SCRIPT)
 
     ran = subprocess.run([sys.executable, "-c", _ELSEWHERE], capture_output=True, text=True, check=False, cwd=tmp_path)
 

@@ -23,6 +23,7 @@ from support.processes.folders import ROOT
 REPORT_PAGE = ROOT / "docs" / "report.md"
 
 RECIPE = """
+import sys
 import torch
 import autoaccum
 
@@ -33,7 +34,7 @@ def job(**changes):
     data = [(torch.randn(8, 8), torch.randint(0, 2, (8,))) for _ in range(4)]
     model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 2))
     arguments = dict(model=model, device=autoaccum.Simulated("2MiB"), optimizer=torch.optim.SGD) | changes
-    return autoaccum.Job(loader=data, target_batch=64, **arguments)
+    return autoaccum.fit(loader=data, target_batch=64, **arguments)
 
 def small():
     return job(device=autoaccum.Simulated("40KiB"))
@@ -42,14 +43,14 @@ def on_host():
     return job(device="cpu", memory_limit="64MiB")
 
 def without_loader():
-    return autoaccum.Job(torch.nn.Linear(2, 2), None, 64)
+    return autoaccum.fit(torch.nn.Linear(2, 2), None, 64)
 
 def of_texts():
     texts = autoaccum.ListOfSamples(torch.utils.data.default_collate)
-    return autoaccum.Job(torch.nn.Linear(2, 2), [["a", "b"]], 64, split=texts)
+    return autoaccum.fit(torch.nn.Linear(2, 2), [["a", "b"]], 64, split=texts)
 
 def empty():
-    return autoaccum.Job(torch.nn.Linear(2, 2), [], 64)
+    return autoaccum.fit(torch.nn.Linear(2, 2), [], 64)
 
 
 def busy():
@@ -57,7 +58,7 @@ def busy():
         raise RuntimeError("the disk is busy or unavailable")
         yield
 
-    return autoaccum.Job(torch.nn.Linear(8, 2), batches(), 10)
+    return autoaccum.fit(torch.nn.Linear(8, 2), batches(), 10)
 
 def fixed():
     return job(micro_batch=2)
@@ -78,6 +79,9 @@ def unmade():
 
 def saving():
     return job(save_memory="chunked_loss")
+
+
+globals()[sys.argv[1] if sys.argv[1:] else "job"]()
 """
 
 
@@ -90,8 +94,11 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def invoke():
-    def invoke(*arguments):
-        return CliRunner().invoke(app.cli, ["report", *(str(argument) for argument in arguments)])
+    def invoke(script, *options):
+        """Run the command of a script, or of "SCRIPT:FUNCTION" in it."""
+        script, _, function = str(script).partition(":")
+        ending = ["--", function] if function else []
+        return CliRunner().invoke(app.cli, ["report", script, *map(str, options), *ending])
 
     return invoke
 
@@ -460,7 +467,7 @@ def test_the_prologue_on_the_page_is_a_script_that_a_shell_can_read(tmp_path):
 
 
 def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
-    command = [*fork_server.python(), "-m", "autoaccum", "report", f"{recipe}:on_host", "--json"]
+    command = [*fork_server.python(), "-m", "autoaccum", "report", recipe, "--json", "--", "on_host"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
@@ -486,7 +493,7 @@ except SystemExit as ended:
 )
 def test_torch_is_imported_once(recipe, options):
     """No process is started that would import it again."""
-    command = [*fork_server.python(), "-c", _COUNTED, "report", f"{recipe}:on_host", *options]
+    command = [*fork_server.python(), "-c", _COUNTED, "report", recipe, *options, "--", "on_host"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum._launch.recipe import load_job
 from support.processes.folders import ROOT
+from support.training.calls import call_of, loaded
 
 FOLDER = ROOT / "examples" / "batches"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -27,7 +27,7 @@ def job_of(name):
             # torch_geometric compiles functions and reads annotations when it is imported.
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", "Failing to pass a value to the 'type_params'", DeprecationWarning)
-            arguments = load_job(f"{FOLDER / name}.py").arguments
+            arguments = call_of(loaded(FOLDER / f"{name}.py").train)
             return SimpleNamespace(**dict.fromkeys(("loss", "forward", "split")) | arguments)
     finally:
         torch.set_default_dtype(before)

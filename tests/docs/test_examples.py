@@ -1,35 +1,30 @@
 """The scripts in examples/, each at a size for a test: they run, and do what they are about."""
 
 import copy
-import importlib.util
 import math
 
 import pytest
 import torch
 
 import autoaccum
-from autoaccum._launch.recipe import load_job
 from support.processes.folders import ROOT
+from support.training.calls import call_of, loaded
 
 EXAMPLES = ROOT / "examples"
 
 
-def recipe(name):
-    """Return the recipe's module, whose functions take sizes."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def train_of(name):
+    return loaded(EXAMPLES / f"{name}.py").train
 
 
-def load(name, function="job"):
-    """Return the job that the command line would run, with the same random numbers every time."""
+def call(name, **sizes):
+    """Return the arguments with which an example trains, with the same random numbers every time."""
     torch.manual_seed(0)
-    return load_job(f"{EXAMPLES / name}.py:{function}")
+    return call_of(train_of(name), **sizes)
 
 
-def run(job, **changes):
-    return autoaccum.fit(**job.arguments | {"device": "cpu", "progress": False} | changes)
+def run(arguments, **changes):
+    return autoaccum.fit(**arguments | {"device": "cpu", "progress": False} | changes)
 
 
 def keep(made, make):
@@ -52,47 +47,45 @@ def test_every_example_is_tested_here():
 
 
 def test_resnet_101_steps_its_last_window_too():
-    job = recipe("resnet101").job(images=6, side=32, target_batch=4)
-
-    result = run(job, micro_batch=2)
+    result = run(call("resnet101", images=6, side=32, target_batch=4), micro_batch=2)
 
     assert [(report.samples, report.micro_batches) for report in result.history] == [(4, (2, 2)), (2, (2,))]
 
 
 def test_fixed_micro_batch_makes_each_step_from_four_times_256():
-    result = run(load("fixed_micro_batch"))
+    result = run(call("fixed_micro_batch"))
 
     assert [report.micro_batches for report in result.history] == [(256,) * 4] * 5
 
 
 def test_mean_and_sum_train_alike_with_a_mean_and_with_a_sum():
-    mean, summed = load("mean_and_sum"), load("mean_and_sum", "summed")
+    mean, summed = call("mean_and_sum"), call("mean_and_sum", reduction="sum", lr=0.1 / 128)
 
     run(mean)
     result = run(summed)
 
     assert result.plan.micro_batches == (32,) * 4
-    for one, other in zip(mean.arguments["model"].parameters(), summed.arguments["model"].parameters(), strict=True):
+    for one, other in zip(mean["model"].parameters(), summed["model"].parameters(), strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_preferences_are_learnt_from_log_probabilities_in_chunks():
-    made = recipe("preferences").job(samples=16, target_batch=8, vocabulary=50, length=12)
-    reference = copy.deepcopy(made.arguments["model"].reference)
+    made = call("preferences", samples=16, target_batch=8, vocabulary=50, length=12)
+    reference = copy.deepcopy(made["model"].reference)
 
     result = run(made, micro_batch=3, epochs=4)
 
     losses = [report.loss for report in result.history]
     assert losses[0] == pytest.approx(math.log(2))
     assert losses[-1] < losses[0]
-    for one, other in zip(made.arguments["model"].reference.parameters(), reference.parameters(), strict=True):
+    for one, other in zip(made["model"].reference.parameters(), reference.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
 def test_two_losses_are_added_and_the_learning_rate_is_scaled():
-    job, optimizers = load("two_losses"), []
+    given, optimizers = call("two_losses"), []
 
-    result = run(job, optimizer=keep(optimizers, job.arguments["optimizer"]))
+    result = run(given, optimizer=keep(optimizers, given["optimizer"]))
 
     assert [group["lr"] for group in optimizers[0].param_groups] == [pytest.approx(8 * 0.001)]
     for report in result.history:
@@ -101,24 +94,23 @@ def test_two_losses_are_added_and_the_learning_rate_is_scaled():
 
 
 def test_half_precision_computes_in_fp16_and_steps_its_last_window_too():
-    job, outputs = load("half_precision"), []
-    before = [parameter.clone() for parameter in job.arguments["model"].parameters()]
+    given, outputs = call("half_precision"), []
+    before = [parameter.clone() for parameter in given["model"].parameters()]
 
-    result = run(job, micro_batch=16, forward=keep(outputs, job.arguments["forward"]))
+    result = run(given, micro_batch=16, forward=keep(outputs, given["forward"]))
 
     # Of a few samples gradients are compared, in float64.
     assert {output.dtype for output in outputs if output.requires_grad and len(output) > 4} == {torch.float16}
     assert [report.samples for report in result.history] == [32, 32, 16]
     assert not any(report.skipped for report in result.history)
-    assert all(not torch.equal(old, new) for old, new in zip(before, job.arguments["model"].parameters(), strict=True))
+    assert all(not torch.equal(old, new) for old, new in zip(before, given["model"].parameters(), strict=True))
 
 
 @pytest.mark.slow  # it trains until it can read
 def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
-    digits = recipe("digits")
-    job = digits.job(side=32, epochs=2)
+    digits = loaded(EXAMPLES / "digits.py")
 
-    result = run(job, memory_limit=None, micro_batch=50)
+    result = run(call_of(digits.train, memory_limit=None, side=32), micro_batch=50)
 
     assert result.evaluations[-1].metrics["accuracy"] >= 0.9
     assert "so each batch of 100 ran as 50+50." in digits.outcome(result, "280MiB")
@@ -126,23 +118,22 @@ def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "sizes", "target"),
+    ("name", "sizes", "target"),
     [
-        ("fixed_micro_batch", "job", {"micro_batch": 8, "windows": 1}, 32),
-        ("mean_and_sum", "job", {"target_batch": 16, "windows": 1}, 16),
-        ("mean_and_sum", "summed", {"target_batch": 16, "windows": 1}, 16),
-        ("two_losses", "job", {}, None),
-        ("half_precision", "job", {}, None),
-        pytest.param("digits", "job", {}, None, marks=pytest.mark.slow),
-        pytest.param("resnet101", "job", {"images": 4, "side": 32, "target_batch": 4}, 4, marks=pytest.mark.slow),
+        ("fixed_micro_batch", {"micro_batch": 8, "windows": 1}, 32),
+        ("mean_and_sum", {"target_batch": 16, "windows": 1}, 16),
+        ("mean_and_sum", {"target_batch": 16, "windows": 1, "reduction": "sum", "lr": 0.1 / 16}, 16),
+        ("two_losses", {}, None),
+        ("half_precision", {}, None),
+        pytest.param("digits", {"memory_limit": None}, None, marks=pytest.mark.slow),
+        pytest.param("resnet101", {"images": 4, "side": 32, "target_batch": 4}, 4, marks=pytest.mark.slow),
     ],
 )
-def test_example_is_right_however_its_batch_is_split(name, function, sizes, target):
+def test_example_is_right_however_its_batch_is_split(name, sizes, target):
     def train(micro_batch, accum_steps):
-        torch.manual_seed(0)
-        run(getattr(recipe(name), function)(**sizes), micro_batch=micro_batch, max_steps=1)
+        run(call(name, **sizes), micro_batch=micro_batch, max_steps=1)
 
-    target = target or getattr(recipe(name), function)(**sizes).arguments["target_batch"]
+    target = target or call(name, **sizes)["target_batch"]
     found = autoaccum.verify(train, target, micro_batch=16 if target > 32 else None)
 
     assert found, str(found)

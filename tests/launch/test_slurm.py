@@ -100,9 +100,9 @@ def test_no_value_of_an_option_becomes_a_command():
 
 
 def test_a_preflight_ends_the_job_if_the_report_does():
-    lines = script("--preflight", "recipe.py:large", "--", "python", "train.py")
+    lines = script("--preflight", "train.py", "--", "python", "train.py")
 
-    assert f"srun --nodes=1 --ntasks=1 {OWN} report recipe.py:large || exit" in lines
+    assert f"srun --nodes=1 --ntasks=1 {OWN} report train.py || exit" in lines
 
 
 def test_batch_script_replaces_a_link_of_its_name_and_writes_nothing_through_it(tmp_path):

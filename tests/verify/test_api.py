@@ -1,6 +1,7 @@
 """`autoaccum.verify` in a process: what it returns, what it leaves alone, and what it cannot say."""
 
 import contextlib
+import json
 import pickle
 
 import pytest
@@ -270,6 +271,17 @@ def makes_nan(micro_batch, accum_steps):
     right(micro_batch, accum_steps, loss_of=lambda outputs, y: F.cross_entropy(outputs, y) * float("nan"))
 
 
+def clears_before_it_steps(micro_batch, accum_steps):
+    loop(micro_batch, accum_steps, accum_steps, after=lambda model, is_last: model.zero_grad())
+
+
+def draws_in_its_model(micro_batch, accum_steps):
+    model = network()
+    body = model.forward
+    model.forward = lambda x: body(x + torch.randn_like(x))
+    right(micro_batch, accum_steps, model=model)
+
+
 def has_no_seed(micro_batch, accum_steps):
     torch.seed()
     model = nn.Linear(6, 5)
@@ -288,8 +300,15 @@ def steps_by_itself(micro_batch, accum_steps):
     ("train", "target", "options", "text"),
     [
         (ignores_both, 8, {}, "4 x 2 does the same as 8 x 1: micro_batch and accum_steps are ignored"),
-        (ignores_micro_batch, 8, {}, "4 x 2 passes 8 samples at once, as 8 x 1 does: micro_batch is ignored"),
+        (ignores_micro_batch, 8, {}, "4 x 2 passes as many samples at once as 8 x 1: micro_batch is ignored"),
         (makes_nan, 8, {}, r"gradients are NaN or infinite \(8 x 1, step 1, 0 and 3\)|gradients are NaN or infinite"),
+        (clears_before_it_steps, 8, {}, r"every gradient is 0 \(8 x 1\); perhaps the loop clears them before it steps"),
+        (
+            draws_in_its_model,
+            8,
+            {},
+            r"too much .* fix the seed .*; a model that draws random numbers by itself cannot be",
+        ),
         (has_no_seed, 8, {}, r"two equal runs \(8 x 1\) differ by \d+%, too much .* fix the seed"),
         (steps_by_itself, 8, {}, r"train\(8, 1\) made 0 of 1 steps of a torch.optim.Optimizer"),
         (right, 32, {"steps": 3}, r"train\(32, 1\) made 2 of 3 steps"),
@@ -307,3 +326,19 @@ def test_what_nothing_can_be_said_of_is_one_sentence(train, target, options, tex
     with pytest.raises(autoaccum.InvalidInputError, match=text) as raised:
         autoaccum.verify(train, target, **options)
     assert "\n" not in str(raised.value)
+
+
+def test_gradient_that_only_parts_have_is_told_in_numbers_that_json_has():
+    def train(micro_batch, accum_steps):
+        model, idle = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, idle)]
+        for _ in range(accum_steps):
+            outputs = model(torch.ones(micro_batch, 2)) + (accum_steps > 1) * idle(torch.ones(micro_batch, 2))
+            (outputs.mean() / accum_steps + 0.0 * idle.weight.sum()).backward()
+        for one in optimizers:
+            one.step()
+
+    found = autoaccum.verify(train, target_batch=4)
+
+    assert not found
+    json.dumps(found.to_dict(), allow_nan=False)

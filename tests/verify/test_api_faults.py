@@ -5,7 +5,11 @@ import pytest
 import autoaccum
 from support.losses.accumulation_faults import FAULTS
 
-STEPS = {"wrong_from_the_second_step_on": 2}
+STEPS = {
+    "wrong_from_the_second_step_on": 2,
+    "short_window_divided_by_all": 3,
+    "short_window_left_to_the_next": 3,
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -134,6 +134,32 @@ def test_optimizer_that_torch_does_not_know_is_told_and_not_guessed():
         verify([sys.executable, "-c", UNKNOWN, *SIZES])
 
 
+FAILING = "import sys, torch; sys.exit(f'deterministic: {torch.are_deterministic_algorithms_enabled()}')"
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_deterministic_algorithms_are_those_of_torch(is_deterministic):
+    with pytest.raises(InvalidInputError, match=f"deterministic: {is_deterministic}$"):
+        verify([sys.executable, "-c", FAILING, *SIZES], deterministic=is_deterministic)
+
+
+def test_command_line_ends_with_exit_code_3_and_one_sentence_where_nothing_can_be_said():
+    code, out, err = command_line("verify", "--target-batch", 4, "--", *python(BREAKS, *SIZES))
+
+    assert (code, out) == (3, "")
+    last = err.splitlines()[-1]
+    assert last.startswith(
+        "autoaccum: error: the command, run as 4 x 1, dropped into a debugger; take breakpoint() and "
+    )
+    assert "writes its files each time" in err
+
+
+def test_python_of_a_shell_that_replaces_the_path_is_told(tmp_path):
+    (tmp_path / "train.sh").write_text(f"PYTHONPATH={tmp_path} {sys.executable} -c 'import torch'")
+    with pytest.raises(InvalidInputError, match="what replaces PYTHONPATH instead of adding to it cannot be"):
+        verify(["bash", tmp_path / "train.sh", *SIZES])
+
+
 # --- slow ones: each run imports torch --------------------------------------------------------------------------------
 
 
@@ -212,6 +238,114 @@ def test_script_in_a_shell_that_catches_everything_ends_at_its_first_step(tmp_pa
     assert verify(["bash", tmp_path / "train.sh", *SIZES], 2)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stubborn.py", "train.sh"]
+
+
+NO_LOSS = "lambda outputs, y: (outputs * float('nan')).sum()"
+COUNTS = "int(sys.argv[1]), int(sys.argv[2])"
+IGNORES = "import sys; from support.losses import accumulation_faults as faults; faults.loop(4, 1, 1)"
+LOSES = (
+    f"import sys; from support.losses import accumulation_faults as faults; faults.loop({COUNTS}, 1, loss_of={NO_LOSS})"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (IGNORES, "2 x 2 does the same as 4 x 1: micro_batch and accum_steps are ignored"),
+        (LOSES, r"gradients are NaN or infinite \(4 x 1, step 1, 0, 3\); mend that first"),
+    ],
+)
+def test_command_that_ignores_its_placeholders_or_makes_nan_is_told(source, text, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    with pytest.raises(InvalidInputError, match=text):
+        verify([sys.executable, "-c", source, *SIZES])
+
+
+# Looks for torch before it imports torch, as transformers does, trains in a forked process, and leaves a daemon.
+FORKS = """
+import importlib.util, os, sys, time
+assert importlib.util.find_spec("torch")
+import torch
+from support.losses import accumulation_faults as faults
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open(sys.argv[1], "a").write(f"{os.getpid()}\\n")
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+if os.fork() == 0:
+    faults.not_divided(int(sys.argv[2]), int(sys.argv[3]), True)
+os.wait()
+"""
+
+
+@pytest.mark.slow
+def test_training_in_a_forked_process_is_seen_and_nothing_of_it_survives(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+    assert verify([sys.executable, "-c", FORKS, tmp_path / "daemons", *SIZES], 2)
+
+    daemons = (tmp_path / "daemons").read_text().split()
+    assert len(daemons) == 3
+    assert not any(is_running(int(one)) for one in daemons)
+
+
+UNSEEDED = f"""
+import random, sys
+import numpy, torch
+from support.losses import accumulation_faults as faults
+x = torch.randn(8, 6) + torch.from_numpy(numpy.random.rand(8, 6)).float() + random.random()
+model = torch.nn.Linear(6, 5)
+faults.loop({COUNTS}, int(sys.argv[2]), model=model, data=[x, torch.arange(8) % 5])
+"""
+
+
+@pytest.mark.slow
+def test_command_without_a_seed_is_compared(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+    found = verify([sys.executable, "-c", UNSEEDED, *SIZES], 2)
+
+    assert found, str(found)
+    assert found.noise == 0
+
+
+TELLS = f"""
+import sys, torch
+from support.losses import accumulation_faults as faults
+print("run", file=open(sys.argv[3], "a"))
+torch.seed()
+faults.loop({COUNTS}, 1, model=torch.nn.Linear(6, 5))
+"""
+
+
+@pytest.mark.slow
+def test_runs_that_cannot_be_compared_are_told_before_the_splits_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    with pytest.raises(InvalidInputError, match=r"two equal runs \(4 x 1\) differ by .* fix the seed"):
+        verify([sys.executable, "-c", TELLS, *SIZES, tmp_path / "runs"])
+
+    assert len((tmp_path / "runs").read_text().splitlines()) == 2
+
+
+COMPILES = f"""
+import sys, torch
+from support.losses import accumulation_faults as faults
+def made(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    return type("", (), {{"step": staticmethod(step), "zero_grad": staticmethod(optimizer.zero_grad)}})()
+faults.loop({COUNTS}, 1, model=torch.compile(faults.network(), backend="eager"), optimizer=made)
+"""
+
+
+@pytest.mark.slow
+def test_compiled_step_of_a_command_is_seen(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+    assert "the loss is not divided" in verify([sys.executable, "-c", COMPILES, *SIZES], 2).diagnosis
 
 
 HUNGRY = """

@@ -25,7 +25,10 @@ class _AfterTorch:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            sys.meta_path.insert(0, self)  # who asks for torch, as transformers does, may import it later
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -604,7 +604,6 @@ CALLS = {
 }
 # What the library makes and users read, or derive from: nothing is asked of it.
 READ_ONLY = {
-    "Job",  # what it holds, fit and preflight check
     "Callback",
     "PackedRows",  # takes no argument
     "Split",

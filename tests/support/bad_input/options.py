@@ -14,7 +14,7 @@ BELOW_A_FILE = ["a file/below"]
 # By command and option; a text stands for one use of the option.
 BAD = {
     "report": {
-        "script": ["missing.py", "a file", "recipe.py:nothing", "."],
+        "script": ["missing.py", "a file", "."],
         "target_batch": COUNTS,
         "target_tokens": COUNTS,
         "gpus": ["no such GPU", "", "a"],
@@ -66,16 +66,15 @@ LEFT_OUT = {
     "verify": {"command"},
     "slurm": {"command", "time", "mem", "partition", "account", "array", "job_name", "preflight"},
 }
-RECIPE = """
+SCRIPT = """
     import autoaccum, torch
 
     class Noting(autoaccum.Callback):
         def on_step(self, report, *, epoch):
             open("trained", "w").close()
 
-    def job():
-        batches = [(torch.randn(4, 4), torch.arange(4) % 3)]
-        return autoaccum.Job(torch.nn.Linear(4, 3), batches, 4, device="cpu", callbacks=[Noting()])
+    batches = [(torch.randn(4, 4), torch.arange(4) % 3)]
+    autoaccum.fit(torch.nn.Linear(4, 3), batches, 4, device="cpu", callbacks=[Noting()])
 """
 
 
@@ -109,17 +108,17 @@ def judge(case, folder):
     """Run a bad command line in the working folder; return what is wrong with the answer, or "" where all is well."""
     command, name, option, value = case
     (folder / "a file").touch()
-    (folder / "recipe.py").write_text(textwrap.dedent(RECIPE))
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
     before = sorted(folder.rglob("*"))
     given = [value] if name == "script" else [f"{option}={value}"]
-    recipe = [] if name == "script" or command != "report" else ["recipe.py"]
+    script = [] if name == "script" or command != "report" else ["train.py"]
     endings = {
         "run": ["--no-cache", "--", "touch", "trained"],
         "slurm": ["--dry-run", "--", "true"],
         "verify": [*([] if name == "target_batch" else ["--target-batch", "4"]), "--", "touch", "{micro_batch}"],
     }
     ending = endings.get(command, [])
-    answer = CliRunner().invoke(cli, [command, *recipe, *given, *ending])
+    answer = CliRunner().invoke(cli, [command, *script, *given, *ending])
     line = f"autoaccum {command} {' '.join(given)}"[:80]
     said = answer.stderr
     if answer.exception is not None and not isinstance(answer.exception, SystemExit):

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autoaccum._estimate.footprint import AliveMemory, Footprint, ModuleMemory, TimelinePoint
+from autoaccum._estimate.footprint import AliveMemory, Footprint
 from autoaccum._estimate.gpus import GPU
 from autoaccum._records import Neighbour, Plan, Trial
 from autoaccum._report import Remedy, Report
@@ -12,16 +12,8 @@ MIB, GIB = 1 << 20, 1 << 30
 
 SUBJECT = Subject("ResNet", 11_181_642, 11_181_642, "Adam", 256, "train.py:job")
 REMEDIES = (
-    Remedy("checkpointing", "torch.utils.checkpoint on layer1 to layer4", 6 * GIB, 128, "a third more time", 120),
-    Remedy("Adafactor", "in place of Adam", 5 * GIB, 64, "other updates", 60),
-)
-
-
-MODULES = (
-    ModuleMemory("layer1.conv", {"parameters": 40 * MIB, "activations": 150 * MIB}),
-    ModuleMemory("layer1.norm", {"parameters": 3 * MIB}),
-    ModuleMemory("head", {"activations": 50 * MIB}),
-    ModuleMemory("(loss)", {"loss": 30 * MIB}),
+    Remedy("checkpoint", 6 * GIB, 128, 120),
+    Remedy("chunked_loss", 5 * GIB, 64, 60),
 )
 
 
@@ -43,12 +35,6 @@ def footprint(size, *, fixed=200 * MIB, each=40 * MIB, phase="backward"):
         AliveMemory("activations", "layer1.conv", "aten.convolution.default", 2, parts["activations_bytes"] // 2),
         AliveMemory("parameters", "head", "", 1, 40 * MIB),
     )
-    points = (
-        TimelinePoint(0, "before", {"parameters": 43 * MIB}),
-        TimelinePoint(4, "forward", {"parameters": 43 * MIB, "activations": 200 * MIB}),
-        TimelinePoint(8, "backward", {"parameters": 43 * MIB, "activations": 200 * MIB, "loss": 30 * MIB}),
-        TimelinePoint(20, "optimizer", {"parameters": 43 * MIB}),
-    )
     return Footprint(
         size=size,
         phase=phase,
@@ -56,8 +42,6 @@ def footprint(size, *, fixed=200 * MIB, each=40 * MIB, phase="backward"):
         reserved_bytes=peak + 20 * MIB,
         **parts,
         alive=alive,
-        modules=MODULES,
-        points=points,
     )
 
 

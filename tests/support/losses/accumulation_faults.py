@@ -148,7 +148,7 @@ def clipped_each_time(micro_batch, accum_steps, mended):
     loop(micro_batch, accum_steps, accum_steps, after=clip)
 
 
-@fault("gradients are scaled between micro-batches")
+@fault("gradients are scaled or changed between micro-batches")
 def scaled_each_time(micro_batch, accum_steps, mended):
     def scale(model, is_last):
         for one in model.parameters():
@@ -285,6 +285,90 @@ def closure_makes_the_gradient(micro_batch, accum_steps, mended):
         return torch.zeros(())
 
     optimizer.step(closure)
+
+
+@fault("gradients are unscaled between micro-batches")
+def unscaled_each_time(micro_batch, accum_steps, mended):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number, (x, y) in enumerate(micro_batches(micro_batch), 1):
+        is_last = number % accum_steps == 0
+        scaler.scale(F.cross_entropy(model(x), y) / accum_steps).backward()
+        if is_last or not mended:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer) if is_last else None
+            scaler.update()
+        if is_last:
+            optimizer.zero_grad()
+
+
+@fault("the learning rate is 0.05, not 0.1")
+def learning_rate_moves_each_time(micro_batch, accum_steps, mended):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(micro_batches(micro_batch), 1):
+        (F.cross_entropy(model(x), y) / accum_steps).backward()
+        is_last = number % accum_steps == 0
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_last or not mended:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def short_windows(micro_batch, accum_steps, divide, is_complete):
+    """Two epochs of two and a half windows; `divide` is by the samples of a short one, or by all."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        batches = list(micro_batches(micro_batch, samples(40)))
+        for number, (x, y) in enumerate(batches, 1):
+            whole = len(batches) - len(batches) % accum_steps
+            parts = accum_steps if number <= whole or not divide else len(batches) - whole
+            (F.cross_entropy(model(x), y) / parts).backward()
+            if number % accum_steps == 0 or (is_complete and number == len(batches)):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@fault("the window has 1 of 2 micro-batches and is divided by 2")
+def short_window_divided_by_all(micro_batch, accum_steps, mended):
+    short_windows(micro_batch, accum_steps, mended, True)
+
+
+@fault("the optimizer steps late, after 24 samples, not 8")
+def short_window_left_to_the_next(micro_batch, accum_steps, mended):
+    short_windows(micro_batch, accum_steps, True, mended)
+
+
+@fault("the optimizer steps late, after 24 samples, not 16")
+def steps_one_micro_batch_late(micro_batch, accum_steps, mended):
+    loop(micro_batch, accum_steps if mended or accum_steps == 1 else accum_steps + 1, accum_steps)
+
+
+@fault("the optimizer steps inside the window, after 32 of 64 samples")
+def accum_steps_ignored(micro_batch, accum_steps, mended):
+    loop(micro_batch, accum_steps if mended else 4, accum_steps if mended else 4)
+
+
+@fault("divided by the accumulation steps twice, or once where it is a sum")
+def sum_divided(micro_batch, accum_steps, mended):
+    def loss_of(outputs, y):
+        return F.cross_entropy(outputs, y, reduction="sum")
+
+    loop(micro_batch, accum_steps, 1 if mended else accum_steps, loss_of=loss_of)
+
+
+@fault("or a term is added in each micro-batch")
+def penalty_added_each_time(micro_batch, accum_steps, mended):
+    model = network()
+
+    def loss_of(outputs, y):
+        penalty = 0.05 * sum(one.square().sum() for one in model.parameters())
+        return F.cross_entropy(outputs, y) / accum_steps + penalty / (accum_steps if mended else 1)
+
+    loop(micro_batch, accum_steps, 1, model=model, loss_of=loss_of)
 
 
 if __name__ == "__main__":
