@@ -156,6 +156,8 @@ def lightning(  # noqa: C901 - a module and its callbacks
 
         def on_train_batch_end(self, trainer, *_):
             self.found = (*self.found, *((callback.report.micro_batches,) if not is_alone else ()))
+
+        def on_train_epoch_end(self, trainer, *_):
             if folder is not None:
                 trainer.save_checkpoint(f"{folder}/{trainer.global_step}.ckpt")
 
