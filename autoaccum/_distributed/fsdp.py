@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed
 
 from autoaccum._distributed.data_parallel import RankPeers
 from autoaccum._distributed.pass_memory import PassMemory
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
-from autoaccum._engine.dtensor import casts, fsdp_modules, least_size, spread_again
+from autoaccum._engine.dtensor import casts, fsdp_modules, least_size, means_in, spread_again
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import BeginAgain
@@ -48,6 +49,8 @@ _LEAST = 2
 _FILLED, _AT_MOST = 0.85, 2
 # What errors of a collective within a pass say.
 _OF_THE_NETWORK = re.compile("gloo|nccl|process group|connection|timed out|timeout", re.IGNORECASE)
+# Types in which `fully_shard` asks the network for the mean over ranks; others it divides itself.
+_TAKE_A_MEAN = {torch.float32, torch.bfloat16}
 
 
 class ShardedRankPeers(RankPeers):
@@ -64,6 +67,8 @@ class ShardedRankPeers(RankPeers):
 
     def __init__(self, ranks: Ranks, step: GradientStep, largest_size: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
+        if means_in(step.objective.modules) & _TAKE_A_MEAN:
+            _check_mean(step.memory.device, ranks.size)
         self._spread_parts = fsdp_modules(step.objective.modules)
         self._before: SavedState | None = None  # the state before the last pass with nothing
         self._largest_size = largest_size
@@ -153,7 +158,7 @@ class ShardedRankPeers(RankPeers):
             yield
         except Exception as error:
             if not is_oom(error):
-                if isinstance(error, torch.distributed.DistError) or _OF_THE_NETWORK.search(str(error)):
+                if isinstance(error, distributed.DistError) or _OF_THE_NETWORK.search(str(error)):
                     raise self.ranks.lost(error) from error
                 raise
             said, phase = first_line(error), self._step.stage.phase
@@ -279,3 +284,18 @@ class ShardedRankPeers(RankPeers):
         # In proportion to the samples: the fixed cost of a window counts as theirs, which errs on the safe side.
         larger = int(size * free / max(peak - self._held_bytes, 1))
         return max(size, min(larger, _AT_MOST * size, self._largest_size, most))
+
+
+def _check_mean(device: torch.device, ranks: int) -> None:
+    """Raise where the network adds up gradients of which `fully_shard` asks for the mean, as gloo does in PyTorch 2.8.
+
+    Raises:
+        InvalidInputError: It does; all ranks find the same.
+    """
+    mean = torch.empty(1, device=device)
+    distributed.reduce_scatter_tensor(mean, torch.ones(ranks, device=device), op=distributed.ReduceOp.AVG)
+    if mean.item() != 1.0:
+        raise InvalidInputError(
+            f"PyTorch {torch.__version__} with {distributed.get_backend()} adds up the gradients that fully_shard "
+            "averages, so they would be those of as many batches as there are ranks; use a newer PyTorch"
+        )

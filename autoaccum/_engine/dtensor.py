@@ -16,6 +16,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import torch
     from torch import nn
 
 # What there is for models and trainings that are refused.
@@ -67,6 +68,16 @@ def lines_of_shards(modules: Iterable[nn.Module]) -> list[str]:
 def casts(modules: Iterable[nn.Module]) -> bool:
     """Whether `fully_shard` runs any of the modules in another precision than that of its parameters."""
     return any(part._get_fsdp_state()._mp_policy.param_dtype is not None for part in fsdp_modules(modules))
+
+
+def means_in(modules: Iterable[nn.Module]) -> set[torch.dtype]:
+    """Return the types in which `fully_shard` takes the means of gradients over ranks."""
+    found = set()
+    for part in fsdp_modules(modules):
+        policy = part._get_fsdp_state()._mp_policy
+        asked = policy.reduce_dtype or policy.param_dtype
+        found |= {asked or parameter.dtype for parameter in part.parameters() if parameter.requires_grad}
+    return found
 
 
 def _groups(part: Any) -> list[Any]:

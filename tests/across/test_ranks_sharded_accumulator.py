@@ -34,8 +34,11 @@ def test_any_way_of_spreading_gives_the_parameters_of_one_process(rank_pool, how
 def test_passes_in_a_lower_precision_give_alike_parameters_near_those_of_one_process(rank_pool):
     alone = sharded.train(0, 1)
 
-    found = rank_pool.run("sharded_accumulating:train", size=2, how="half")
+    found = rank_pool.answers("sharded_accumulating:train", size=2, how="half")
 
+    if torch.__version__ < "2.9":  # whose gloo takes sums for means of what is not in float64
+        assert all("adds up the gradients that fully_shard averages" in str(one) for one in found)
+        return
     assert_alike(found)
     assert 1e-9 < far(found[0]["parameters"], alone["parameters"]) < 1e-6  # of float32
 
@@ -54,9 +57,10 @@ def test_batches_add_up_and_are_clipped_as_in_one_process_also_where_memory_runs
 
     found = rank_pool.run("sharded_accumulating:train", size=2, twice=True, clip=0.1, lacks=lacks)
 
-    assert_trained_as(found, alone)
-    rounding = 1e-9 if torch.__version__ >= "2.9" else 1e-6  # PyTorch 2.8 adds up the norms of shards in float32
-    assert found[0]["norms"] == pytest.approx(alone["norms"], rel=rounding)
+    rounding = FAR if torch.__version__ >= "2.9" else 1e-6  # PyTorch 2.8 adds up the norms of shards in float32
+    assert_alike(found)
+    assert far(found[0]["parameters"], alone["parameters"]) <= rounding
+    assert found[0]["norms"] == pytest.approx(alone["norms"], rel=max(rounding, 1e-9))
 
 
 def test_scaler_skips_the_step_on_all_ranks_where_one_has_an_infinite_gradient(rank_pool):

@@ -11,6 +11,10 @@ from support.ranks.training import FAR, far
 FORMS = ["full", "sharded"]
 
 
+# PyTorch 2.8 adds up the norms of shards in float32, by which frameworks clip.
+CLIPPED = FAR if torch.__version__ >= "2.9" else 1e-6
+
+
 def assert_ends_alike(found, alone, rounding=FAR):
     for one in found:
         assert all(map(torch.equal, one["parameters"], found[0]["parameters"]))
@@ -37,8 +41,8 @@ def test_accelerate_trains_as_one_process_and_clips_and_gathers_by_itself(rank_p
 
     found = rank_pool.run("sharded_adapters:accelerate", size=2)
 
-    assert_ends_alike(found, alone)
-    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+    assert_ends_alike(found, alone, CLIPPED)
+    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=CLIPPED)
     assert found[0]["gathered"] == [12] * 6
     assert found[0]["cuts"][0] == (3, 3)
     assert found[0]["state"]["body.0.weight"] == found[0]["parameters"][0].tolist()
@@ -74,9 +78,9 @@ def test_lightning_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(
 
     found = rank_pool.run("sharded_adapters:lightning", size=2)
 
-    assert_ends_alike(found, alone)
+    assert_ends_alike(found, alone, CLIPPED)
     assert found[0]["steps"] == alone["steps"] == 6
-    assert found[0]["logged"] == pytest.approx(alone["logged"], rel=1e-9)
+    assert found[0]["logged"] == pytest.approx(alone["logged"], rel=max(CLIPPED, 1e-9))
     assert found[0]["sizes"] == ((3, 3),) * 6
 
 
