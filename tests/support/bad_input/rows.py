@@ -73,29 +73,6 @@ class LineSearch(torch.optim.SGD):
     def step(self, closure): ...
 
 
-class Hidden:
-    """Tells its own optimizer of no other name, as a wrapper of one's own may."""
-
-    def __init__(self, inner):
-        self._schedulers = [inner]
-
-    def step(self):
-        self._schedulers[0].step()
-
-
-def halving(optimizer):
-    return lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-
-def nested(optimizer):
-    inner = lr_scheduler.SequentialLR(optimizer, [halving(optimizer), halving(optimizer)], milestones=[5])
-    return lr_scheduler.ChainedScheduler([inner])
-
-
-def over_the_same_parameters(make):
-    return InWorld(lambda world: make(torch.optim.SGD(world.model.parameters(), lr=0.1)))
-
-
 def over(parameters, kind=torch.optim.SGD):
     return InWorld(lambda world: kind(parameters(world.model), lr=0.1))
 
@@ -133,7 +110,17 @@ SEVERAL_OPTIMIZERS = {
     SAM: ("SAM takes two gradients", "use the optimizer that it wraps"),
 }
 UNREADABLE = [True, 0, 0.0, 1.5, math.nan, "12 parsecs", "1.5", "0%", "-3GiB", "0MiB", "GiB", "", "1e9", [600], b"6MiB"]
-OTHER_RATES = "moves the learning rates of another optimizer"
+NO_SIZES = ["much", "0.5", "50%", "", "-3GiB", "0", "24 bananas", "100MiB"]
+# Names of several GPUs, which are told all of them, and of none, which are told a near one.
+GPUS = {
+    "a100": ("a100-40gb", "a100-80gb"),
+    "V100": ("v100-16gb", "v100-32gb"),
+    "h100": ("h100-80gb", "h100-pcie-80gb", "h100-nvl-94gb"),
+    "a1000-80gb": ("a100-80gb",),
+    "rtx4099": ("rtx-4090",),
+    "l40": ("l40s",),
+    "h100-80tb": ("h100-80gb",),
+}
 READ_ONCE = "can be read only once, and would be read several times"
 OF_INFERENCE = "was made in torch.inference_mode(), and cannot be trained"
 
@@ -174,10 +161,6 @@ BEFORE_DATA = {
         *(({"optimizer": over(all_of, kind)}, *says) for kind, says in SEVERAL_OPTIMIZERS.items()),
         *(({"optimizer": in_a_list(kind, 0, 1, 4)}, *says) for kind, says in SEVERAL_OPTIMIZERS.items()),
         # Schedulers.
-        *(
-            ({"scheduler": over_the_same_parameters(make)}, OTHER_RATES)
-            for make in (halving, nested, lambda optimizer: Hidden(halving(optimizer)))
-        ),
         ({"scheduler": type("Odd", (), {"step": 3})()}, "has no step() that can be called"),
         ({"scheduler": lr_scheduler.StepLR}, "is no scheduler, nor a function; pass scheduler=lambda"),
         ({"scheduler": lr_scheduler.ReduceLROnPlateau}, "is no scheduler, nor a function"),
@@ -218,6 +201,14 @@ BEFORE_DATA = {
     "preflight": [
         ({"save_memory": "nope"}, "save_memory='nope' is unknown"),
         ({"save_memory": "offload"}, "there; choose 'checkpoint'"),
+        ({"measure": False}, "nothing to report"),
+        ({"model": "resnet"}, "must be a torch.nn.Module, or a function"),
+        ({"ranks": 5}, "ranks=5: a target batch of 4 has not one sample for each"),
+        ({"fsdp": True}, "nothing is sharded over one rank"),
+        ({"ranks": 2, "fsdp": "yes"}, "fsdp"),
+        *(({"gpus": name}, *several) for name, several in GPUS.items()),
+        *(({"gpus": name}, "pass device_memory=") for name in ("", "  ", "abacus")),
+        *(({"device_memory": size}, "device_memory=") for size in NO_SIZES),
     ],
 }
 
@@ -361,7 +352,6 @@ WITH_DATA = {
         *as_one_argument(WithLengths(4, 3), (X, LENGTHS, CLASSES), "batch[0], batch[1]", "batch[2]"),
         *as_one_argument(Reads(4, 3), (X, LENGTHS, CLASSES), "batch[0]", "batch[1:]"),
         # Schedulers of functions, and evaluations.
-        ({"scheduler": lambda _: halving(over_another(None))}, OTHER_RATES),
         ({"scheduler": lambda _: None}, "scheduler=None has no step() that can be called"),
         ({"scheduler": lambda optimizer: optimizer.param_groups}, "has no step() that can be called"),
         ({"scheduler": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)}, "pass val_loader="),
