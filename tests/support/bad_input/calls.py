@@ -55,13 +55,6 @@ LOSSES = [
     [],
     [None],
 ]
-# What is seen with the first batch.
-RETURNED = [
-    lambda outputs, targets: outputs,
-    lambda outputs, targets: None,
-    lambda outputs, targets: outputs.sum().item(),
-    lambda outputs, targets: outputs.sum().detach(),
-]
 OPTIMIZERS = [InWorld(over_another), values.of_none, lambda parameters: None, values.of_three]
 SCHEDULERS = [
     *(
@@ -230,7 +223,7 @@ CALLS = {
     "fit": Call(
         autoaccum.fit,
         fit_arguments,
-        also={"loss": LOSSES + RETURNED, "loader": LOADERS + YIELDED},
+        also={"loader": LOADERS + YIELDED},
         together=FIT_TOGETHER,
         function=fit,
     ),
@@ -297,7 +290,6 @@ CALLS = {
             "device_memory": ["50%", "1MiB", "9" * 400],
             "display": ["50%", "much", "9" * 400],
         },
-        [{"measure": False}],
     ),
     "ChunkedLoss": Call(
         autoaccum.ChunkedLoss,

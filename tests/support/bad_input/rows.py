@@ -217,6 +217,7 @@ BEFORE_DATA = {
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 CLASSES = torch.arange(4) % 3
+OF_TOKENS = (X[:, None].expand(4, 5, 4), CLASSES[:, None].expand(4, 5))
 LENGTHS = torch.tensor([1, 2, 3, 4])
 PAIR, MAPPING = (X, torch.ones(4, 3)), {"x": X, "y": torch.ones(4, 3)}
 
@@ -293,12 +294,7 @@ WITH_DATA = {
         ({"batch": (X, SimpleNamespace(boxes=X))}, "a batch holds a SimpleNamespace with tensors"),
         ({"batch": (nn.utils.rnn.pack_sequence([X]), CLASSES)}, "a batch holds a PackedSequence"),
         (
-            {
-                "batch": X,
-                "loss": lambda outputs, _: outputs.mean(),
-                "loss_scope": "window",
-                "split": autoaccum.Along(1),
-            },
+            {"batch": X, "loss": squares, "loss_scope": "window", "split": autoaccum.Along(1)},
             "loss_scope='window'",
             "split=Along(1)",
         ),
@@ -335,11 +331,7 @@ WITH_DATA = {
             for loss in (nn.MSELoss(), nn.KLDivLoss())
         ),
         (
-            {
-                "model": nn.Linear(4, 3),
-                "batch": (X[:, None].expand(4, 5, 4), CLASSES[:, None].expand(4, 5)),
-                "loss": nn.CrossEntropyLoss(),
-            },
+            {"model": nn.Linear(4, 3), "batch": OF_TOKENS, "loss": nn.CrossEntropyLoss()},
             "takes outputs of shape (N, C, ...)",
             "movedim(-1, 1)",
         ),
@@ -351,6 +343,7 @@ WITH_DATA = {
         *as_one_argument(nn.Linear(4, 3), (X, LENGTHS, CLASSES), "batch[0]", "batch[1:]"),
         *as_one_argument(WithLengths(4, 3), (X, LENGTHS, CLASSES), "batch[0], batch[1]", "batch[2]"),
         *as_one_argument(Reads(4, 3), (X, LENGTHS, CLASSES), "batch[0]", "batch[1:]"),
+        *as_one_argument(nn.Linear(4, 4), (X,), "batch[0]", "batch[0]"),
         # Schedulers of functions, and evaluations.
         ({"scheduler": lambda _: None}, "scheduler=None has no step() that can be called"),
         ({"scheduler": lambda optimizer: optimizer.param_groups}, "has no step() that can be called"),
