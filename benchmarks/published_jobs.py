@@ -19,7 +19,7 @@ from autoaccum._estimate.cuda_allocator import CachingAllocator, replay
 from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
 from autoaccum._estimate.cuda_kernels import workspace
 from autoaccum._estimate.estimate import take_lists
-from autoaccum._estimate.fake import Stage, ValuesAssumed
+from autoaccum._estimate.fake import FakeCopies, ValuesAssumed
 from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.tracer import Ledger
 
@@ -229,7 +229,7 @@ def _read_as_padded():
 def on_fake_gpu(model, batch):
     """Yield the model on a fake GPU, and the timeline that records what is done with it inside the block."""
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-        fake = Stage(GPU).copied(model.train())
+        fake = FakeCopies(GPU).copied(model.train())
         ledger = Ledger(batch, GPU.type, functools.partial(workspace, tensor_float=True))
         ledger.hold(fake.parameters(), Category.PARAMETERS)
         ledger.hold(fake.buffers(), Category.BUFFERS)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum._records import DeviceScalar, Plan
-from autoaccum.errors import InvalidInputError
+from autoaccum._records import DeviceScalar
 from support.data.records import CountingScalar, fit_result, step_report
 
 
@@ -25,25 +24,6 @@ def test_losses_are_reported_by_name_and_added():
 
     assert report.loss == 1.5
     assert dict(report.losses) == {"tokens": 1.0, "energy": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("target", "sizes", "text"),
-    [
-        (100, (50, 49), r"sum to 99, but target_batch=100; autoaccum\.plan\(100"),
-        (100, (), "sum to 0, but target_batch=100"),
-        (100, (100, 0), "each of micro_batches must be at least 1, got 0"),
-        (100, (101, -1), "at least 1, got -1"),
-        (100, (50.0, 50.0), "whole number, got 50.0"),
-        (2, (True, True), "whole number, got True"),
-        (0, (), "target_batch must be at least 1, got 0"),
-        (100, 100, "micro_batches=100"),
-        (100, None, "micro_batches=None"),
-    ],
-)
-def test_plan_that_cannot_be_followed_is_refused_with_its_numbers(target, sizes, text):
-    with pytest.raises(InvalidInputError, match=text):
-        Plan(target, sizes)
 
 
 @pytest.mark.parametrize("loss", [0.25, torch.tensor(0.25)])

@@ -49,18 +49,6 @@ def test_what_is_not_known_yet_is_said():
     assert any(note.startswith("save_memory='auto': the report is of steps without it") for note in report.notes)
 
 
-@pytest.mark.parametrize(
-    ("memory", "told"),
-    [
-        ("nope", "save_memory='nope' is unknown"),
-        ("offload", "there; choose 'checkpoint'"),
-    ],
-)
-def test_what_cannot_be_is_refused(memory, told):
-    with pytest.raises(InvalidInputError, match=told):
-        reported(save_memory=memory, device="cpu")
-
-
 @pytest.mark.parametrize("where", [{"device_memory": "900MiB", "measure": False}, {"device": "cpu"}])
 def test_name_that_is_no_block_is_refused_and_the_model_stays(where):
     model, drawn = Language(), torch.get_rng_state()

@@ -179,18 +179,6 @@ class Transposed(nn.Module):
         return outputs.transpose(1, 2)
 
 
-def test_loss_over_the_window_refuses_what_does_not_run_along_the_first_dimension():
-    with pytest.raises(InvalidInputError, match=r"loss_scope='window'.*split=Along\(1\)"):
-        fit_quietly(
-            nn.Linear(6, 4),
-            [torch.zeros(3, 4, 6)],
-            4,
-            loss=lambda outputs, _: outputs.mean(),
-            loss_scope="window",
-            split=autoaccum.Along(1),
-        )
-
-
 # --- what collators and weights do ------------------------------------------------------------------------------------
 
 

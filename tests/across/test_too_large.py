@@ -98,11 +98,6 @@ def test_sample_is_an_error_by_default():
         trained([4, 4, 40, 4])
 
 
-def test_losses_over_a_window_keep_all_samples():
-    with pytest.raises(autoaccum.InvalidInputError, match="on_too_large='skip' leaves samples out of a window"):
-        trained([4, 4], on_too_large="skip", loss_scope="window")
-
-
 def test_checkpoints_count_what_was_trained(tmp_path):
     _, whole = trained([4, 40, 4, 4, 4, 4, 40, 4], on_too_large="skip")
     trained([4, 40, 4, 4, 4, 4, 40, 4], on_too_large="skip", checkpoint=tmp_path, max_steps=1)

@@ -17,7 +17,6 @@ from autoaccum._data.batches import Window, as_window
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._data.regrouping import stream, windows
-from autoaccum.errors import InvalidInputError
 
 Pair = namedtuple("Pair", ["inputs", "targets"])  # noqa: PYI024 - the untyped form is what loaders yield
 
@@ -179,11 +178,3 @@ X, Y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
 )
 def test_what_is_given_as_a_window_is_one_batch_or_a_sequence_of_them(given_window, pieces):
     assert len(as_window(given_window)) == pieces
-
-
-@pytest.mark.parametrize(
-    "pair", [[(X, Y), (X, Y)], [{"a": X}, {"a": X}], [[X, Y], [X, Y]]], ids=["pairs", "dicts", "lists"]
-)
-def test_list_of_two_batches_of_one_form_is_refused_as_ambiguous(pair):
-    with pytest.raises(InvalidInputError, match=r"autoaccum\.Window\(\[first, second\]\).*tuple \(inputs, targets\)"):
-        as_window(pair)

@@ -128,10 +128,6 @@ def test_modules_that_the_pages_for_developers_name_are_there(page):
     assert [name for name in named if not (package / name).exists()] == []
 
 
-def test_architecture_is_short():
-    assert len((ROOT / "docs" / "dev" / "architecture.md").read_text().splitlines()) <= 200
-
-
 MENTIONED = re.compile(r"(?:docs/[\w./-]+|README|CONTRIBUTING|SECURITY)\.md(?![\w-])")
 SOURCES = [
     path for folder in ("autoaccum", "benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")

@@ -63,14 +63,6 @@ def test_resumed_run_ends_bit_for_bit_alike(tmp_path, stop):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_parameter_in_two_of_them_is_refused():
-    model = a_model()
-    parts = [*parts_of(model), torch.optim.SGD([model[0].weight], lr=0.1)]
-
-    with pytest.raises(InvalidInputError, match=r"1 parameters are in more than one of the 3 optimizers \(the SGD"):
-        fit(model, parts)
-
-
 def test_group_and_closure_for_all_together_are_refused():
     both = OptimizerList(parts_of(a_model()))
 

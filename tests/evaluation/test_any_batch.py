@@ -129,21 +129,6 @@ def test_micro_batch_is_the_most_at_once():
     assert sizes == [3, 3, 1]
 
 
-def test_generated_sequences_of_unlike_length_name_join():
-    of, _ = limited(1, lambda batch: torch.zeros(1, int(batch[0])))
-
-    with pytest.raises(autoaccum.InvalidInputError, match=r"\(1, 2\), \(1, 3\).*join="):
-        batched(of)(torch.tensor([2, 3]))
-
-
-@pytest.mark.parametrize("nested", [lambda result: result, lambda result: {"masks": result}], ids=["alone", "mapping"])
-def test_tensors_of_which_each_is_of_one_sample_name_join_whatever_their_length(nested):
-    of, _ = limited(2, lambda batch: nested([torch.full((2,), one) for one in batch.tolist()]))
-
-    with pytest.raises(autoaccum.InvalidInputError, match=r"for 2 samples.*join="):
-        batched(of)(torch.arange(6.0))
-
-
 def test_list_of_outputs_is_joined_by_output_where_parts_show_that_it_is_one():
     of, _ = limited(4, lambda batch: [batch, 2 * batch])
 
@@ -171,11 +156,6 @@ def test_model_generates_for_a_batch_of_any_size_as_for_all_of_it():
     assert torch.equal(found, whole[:, : found.shape[1]])
     assert not whole[:, found.shape[1] :].any()
     assert sizes[-1] <= 2
-
-
-def test_result_without_a_row_for_each_sample_is_refused_even_where_all_fits():
-    with pytest.raises(autoaccum.InvalidInputError, match=r"one row for each of them.*join="):
-        batched(torch.mean)(torch.zeros(3))
 
 
 def test_sample_that_does_not_fit_alone_is_named():

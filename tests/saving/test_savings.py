@@ -79,20 +79,6 @@ def a_runner(model, **options):
     return autoaccum.Runner(model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(8, 4), **options)
 
 
-@pytest.mark.parametrize("make", [autoaccum.Accumulator, a_runner])
-@pytest.mark.parametrize(
-    ("memory", "said"),
-    [
-        ("chunked_loss", "no layer that makes logits was found"),
-        ("checkpoint", "no repeated blocks to compute again, among Linear"),
-        ("checkpoint:3.", "no module has the name"),
-    ],
-)
-def test_what_has_no_effect_is_refused_when_it_is_made(make, memory, said):
-    with pytest.raises(autoaccum.InvalidInputError, match=said):
-        make(nn.Linear(4, 4), device="cpu", save_memory=memory)
-
-
 def test_block_that_draws_from_pythons_generator_is_refused_each_time():
     class Draws(Feed):
         def forward(self, inputs):

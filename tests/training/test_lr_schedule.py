@@ -92,27 +92,6 @@ def test_scheduler_over_the_optimizer_in_use_moves_it(make, is_function, model, 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "text"),
-    [
-        (lambda _: None, "scheduler=None has no step() that can be called"),
-        (lambda optimizer: optimizer.param_groups, "has no step() that can be called"),
-        (lr_scheduler.StepLR, "is no scheduler, nor a function; pass scheduler=lambda"),
-        (lr_scheduler.ReduceLROnPlateau, "is no scheduler, nor a function"),
-        (lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1), "pass val_loader="),
-        (type("Odd", (), {"step": 3})(), "has no step() that can be called"),
-    ],
-)
-def test_what_cannot_be_moved_is_refused_before_training(scheduler, text, model, optimizer):
-    before = state_of(model)
-
-    with pytest.raises(InvalidInputError) as refused:
-        fit(model, optimizer, scheduler)
-
-    assert text in str(refused.value)
-    assert_bitwise(state_of(model), before)
-
-
 def in_turn(optimizer):
     parts = [lr_scheduler.ConstantLR(optimizer, 1.0), lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)]
     return lr_scheduler.SequentialLR(optimizer, parts, [2])

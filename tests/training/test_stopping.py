@@ -146,8 +146,6 @@ def test_early_stopping_ends_where_nothing_has_improved_for_a_while():
 def test_early_stopping_without_what_it_waits_for_is_refused():
     with pytest.raises(InvalidInputError, match="monitor='loos' is not among what is evaluated: 'loss'"):
         Run().fit(autoaccum.EarlyStopping(monitor="loos"))
-    with pytest.raises(InvalidInputError, match="EarlyStopping needs a val_loader= to evaluate"):
-        Run(val_loader=None).fit(autoaccum.EarlyStopping())
 
 
 def test_early_stop_at_the_lowest_loss_so_far_is_kept_too(tmp_path):

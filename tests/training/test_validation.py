@@ -1,5 +1,8 @@
-"""Evaluations every so many windows: the same training, resumed or not, and schedulers that move with them."""
+"""Evaluations every so many windows, and one batch before training: the same training, resumed or not."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -8,7 +11,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum.errors import InvalidInputError
+from support.bad_input.calls import fit_arguments
+from support.bad_input.engine import World
 from support.training.long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits, stopped_at
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -153,22 +157,100 @@ def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):
     assert bits(run.optimizer.state_dict()["param_groups"]) == bits(undisturbed.optimizer.state_dict()["param_groups"])
 
 
-@pytest.mark.parametrize("length", [{"epochs": 1, "val_every": 2}, {"epochs": 2}, {"epochs": None, "max_steps": 20}])
-def test_loader_that_can_be_read_once_is_refused_where_it_would_be_read_again(length):
-    with pytest.raises(InvalidInputError, match="can be read only once, and would be read several times"):
-        Run().fit(**length, val_loader=iter([]))
-
-
-def test_loader_of_the_training_is_refused_in_the_middle_of_its_epoch():
-    loader = DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
-
-    with pytest.raises(InvalidInputError, match="val_loader= is the loader that the training is reading"):
-        autoaccum.fit(nn.Linear(2, 1), loader, 4, val_loader=loader, val_every=1, device="cpu", progress=False)
-
-
 def test_ranks_evaluate_at_the_same_windows(rank_pool):
     found = rank_pool.run("training:evaluated_every", size=2, every=3)
 
     assert found[0]["evaluations"] == found[1]["evaluations"]
     assert len(found[0]["evaluations"]) == 3  # of eight windows: after 3, 6 and 8
     assert all(map(torch.equal, found[0]["parameters"], found[1]["parameters"]))
+
+
+# --- what is tried before the first update ----------------------------------------------------------------------------
+
+
+def train(tmp_path, *, val_loader, **arguments):
+    world = World(tmp_path)
+    asked = fit_arguments(world) | arguments
+    return world, autoaccum.fit(**asked, val_loader=val_loader(world))
+
+
+def raising(outputs, targets):
+    raise KeyError("label")
+
+
+def test_metric_that_raises_is_found_before_the_first_update(tmp_path):
+    world = World(tmp_path)
+    before = world.state()
+
+    with pytest.raises(KeyError) as caught:
+        autoaccum.fit(**fit_arguments(world), val_loader=[world.batch], metrics=raising)
+
+    assert world.counted.windows == 0
+    assert world.state() == before
+    assert "before training" in caught.value.__notes__[0]
+
+
+def test_generator_of_validation_data_is_not_touched_before_the_epoch_is_done(tmp_path):
+    drawn = []
+
+    def batches(world):
+        for batch in [world.batch] * 2:
+            drawn.append(world.counted.windows)
+            yield batch
+
+    _, result = train(tmp_path, val_loader=batches)
+
+    assert drawn == [1, 1]
+    assert result.evaluations[0].samples == 8
+
+
+class Drawing(torch.utils.data.Dataset):
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        noise = torch.rand(()) + random.random() + np.random.rand()  # noqa: NPY002, S311
+        return (self.batch[0][index] + noise).float(), self.batch[1][index]
+
+
+def that_draws(world):
+    return torch.utils.data.DataLoader(Drawing(world.batch), batch_size=2, shuffle=True)
+
+
+def that_trains_too(world):
+    """The training's own loader, which shuffles by a generator of its own."""
+    return world.loader
+
+
+@pytest.mark.parametrize("val_loader", [that_trains_too, that_draws])
+def test_trial_of_validation_data_does_not_touch_the_training(val_loader, tmp_path):
+    def untried(world):
+        yield from val_loader(world)  # a generator, which is not touched before
+
+    world, result = train(tmp_path, val_loader=val_loader)
+    other, expected = train(tmp_path, val_loader=untried)
+    states = [one.state() for one in (world, other)]
+    for state in states:
+        state.pop("loader's generator")  # put back after the evaluation, unless it is behind a generator
+
+    assert states[0] == states[1]
+    assert result.evaluations[0].loss == expected.evaluations[0].loss
+
+
+def test_count_of_a_metric_begins_from_none_after_the_trial(tmp_path):
+    class Seen:
+        def reset(self):
+            self.samples = 0
+
+        def update(self, outputs, targets):
+            self.samples += len(targets)
+
+        def compute(self):
+            return self.samples
+
+    _, result = train(tmp_path, val_loader=lambda world: [world.batch] * 3, metrics={"seen": Seen()})
+
+    assert result.evaluations[0].metrics == {"seen": 12.0}

@@ -6,7 +6,7 @@ import click
 from click.testing import CliRunner
 
 from autoaccum._cli.app import cli
-from support.bad_input.arguments import unclear
+from support.bad_input.engine import unclear
 
 COUNTS = ["0", "-1", "2.5", "many", "9223372036854775808"]
 LIMITS = ["lots", "0", "-5", "2 YiB", "150%", "9" * 400]
