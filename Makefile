@@ -93,6 +93,10 @@ wheel-check: $(VENV)/.for-development  ## build the wheel and use it and its com
 	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/autoaccum --version
 	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/python -m autoaccum doctor --json >/dev/null
 
+.PHONY: release-check
+release-check: $(VENV)/.for-development  ## build the sdist and the wheel of a release, and use both (needs git and uv)
+	$(BIN)/python scripts/release_check.py
+
 .PHONY: gpu
 gpu: $(VENV)/.for-development  ## run what only a GPU can show (some 8 minutes; needs a GPU)
 	$(BIN)/python benchmarks/gpu.py --out build/gpu

@@ -40,7 +40,7 @@ _TAIL_LINES = 40
 # Without a GPU the code is tried, not the time.
 _CPU_PATIENCE = 6.0
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_COMPARES_BITS = ("survival", "tests", "neighbour")
+_COMPARES_BITS = ("survival", "tests", "sharded", "neighbour")
 # With less time left a part is not started: importing torch and making a context takes much of it.
 _LEAST_S = 12.0
 # A part is told that its time is over this long before it is killed.
@@ -73,6 +73,7 @@ STAGES: tuple[tuple[tuple[Part, ...], ...], ...] = (
     (
         (Part("survival", "Memory runs out for real; the state is compared bit for bit", 130, _PYTEST, 12),),
         (Part("tests", "The other tests of the GPU, and the contract of the CUDA backend", 130, _PYTEST, 12),),
+        (Part("sharded", "FSDP2 in a world of one: the gradient, sizes, lack of memory before a pass", 60, (), 6),),
         (Part("predictions", "Predicted memory against the real", 130, ("transformers", "torchvision", "peft"), 40),),
     ),
     ((Part("neighbour", "A neighbour takes the memory and gives it back", 25, _PYTEST, 4),),),

@@ -33,6 +33,7 @@ from isolated import call, prepare
 from measuring import in_turn, quartiles, spread
 from overhead import compared, loops, network
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from workloads import (
     GPU_WORKLOADS,
@@ -216,6 +217,68 @@ def tests(findings):
     """Run the other tests of the GPU, and the contract of the backends."""
     files = () if findings.tiny else ("tests/gpu/test_paths_on_a_gpu.py", "tests/gpu/test_report_on_a_gpu.py")
     _pytest(findings, *files, "tests/memory/test_base.py")
+
+
+# --- models under fully_shard, in a world of one ----------------------------------------------------------------------
+
+
+def sharded(findings):
+    """Train under fully_shard by NCCL in a world of one: communication between GPUs is not shown by this."""
+    device, width, samples = findings.device, *((16, 12) if findings.tiny else (2048, 256))
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "cpu:gloo,cuda:nccl" if findings.on_gpu else "gloo"
+        torch.distributed.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        try:
+            _sharded(findings, device, width, samples)
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def _sharded(findings, device, width, samples):
+    def made(*, spreads, double=True):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)]
+        model = nn.Sequential(*blocks, nn.Linear(width, 10)).to(device)
+        model = model.double() if double else model
+        for block in blocks if spreads else ():
+            fully_shard(block)
+        return fully_shard(model) if spreads else model
+
+    def gradients(model, batch, **options):
+        options |= {"loss": nn.CrossEntropyLoss(), "device": device, "precision": "fp32"}
+        report = autoaccum.Accumulator(model, **options).backward(batch)
+        found = [parameter.grad for parameter in model.parameters()]
+        return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found], report
+
+    torch.manual_seed(1)
+    batch = torch.randn(samples, width, dtype=torch.float64), torch.randint(10, (samples,))
+    whole, _ = gradients(made(spreads=False), batch, micro_batch=samples)
+    found, report = gradients(made(spreads=True), batch, micro_batch=samples // 3)
+    apart = max(float((one - other).norm() / other.norm()) for one, other in zip(found, whole, strict=True))
+    text = f"{apart:.1e} from the whole batch's, in {len(report.micro_batches)} passes of float64"
+    findings.add("gradient", text, ok=apart <= 1e-12, apart=apart)
+
+    # Sizes grow from one sample by what passes take, then most of what is free is taken away.
+    batch = batch[0].float().repeat(16, 1), batch[1].repeat(16)
+    model = made(spreads=True, double=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    accumulator = autoaccum.Accumulator(
+        model, loss=nn.CrossEntropyLoss(), device=device, precision="fp32", memory_limit="4GiB"
+    )
+    sizes, taken, failures = [], None, 0
+    for number in range(16 if findings.on_gpu else 8):
+        if number == 12:
+            free = (4 << 30) - torch.cuda.memory_allocated()
+            torch.cuda.empty_cache()
+            taken = torch.empty(int(0.8 * free), dtype=torch.uint8, device=device)
+        report = accumulator.backward(batch)
+        sizes.append(max(report.micro_batches))
+        failures += report.oom_events
+        optimizer.step()
+        optimizer.zero_grad()
+    text = f"{'+'.join(map(str, sizes))}; memory ran out before a pass {failures} times, and never within one"
+    findings.add("sizes by window", text, ok=sizes[0] == 1 and sizes[min(11, len(sizes) - 1)] > 1, sizes=sizes)
+    del taken
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 # Runs the tests in an environment other than the one for development, beside it:
 #
 #   scripts/test_with.sh newest             quick tests, with the newest release of every package
+#   scripts/test_with.sh nightly            quick tests, with tonight's PyTorch, from the index PYTORCH_NIGHTLY_INDEX
 #   scripts/test_with.sh oldest-torch       quick tests, with the oldest PyTorch that pyproject.toml allows
 #   scripts/test_with.sh oldest-adapters    quick tests of the adapters, with the oldest frameworks
 #   scripts/test_with.sh python 3.13        every test but the sweeps, on this Python
@@ -11,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-kind="${1:?say newest, oldest-torch, oldest-adapters, python, ray, ultralytics or releases}"
+kind="${1:?say newest, nightly, oldest-torch, oldest-adapters, python, ray, ultralytics or releases}"
 environment=".venv-$kind${2:+-$2}"
 workers=(-n logical --maxprocesses 4 --dist loadfile)
 quick=("${workers[@]}" -m 'not slow and not sweep')
@@ -29,6 +30,13 @@ run() { "$environment/bin/python" -m pytest "$@"; }
 
 case "$kind" in
 newest) prepare --upgrade && run "${quick[@]}" ;;
+nightly)
+    : "${PYTORCH_NIGHTLY_INDEX:?say from which index PyTorch's nightly builds come}"
+    prepare
+    uv pip install --quiet --python "$environment/bin/python" --upgrade --pre torch torchvision \
+        --index-url "$PYTORCH_NIGHTLY_INDEX"
+    run "${quick[@]}"
+    ;;
 # With the torchvision that was made for it.
 oldest-torch)
     prepare 'torch==2.8.0' 'torchvision==0.23.0'

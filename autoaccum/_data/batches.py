@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from autoaccum._arguments import shown
-from autoaccum._data.nesting import elements_of, holds_tensor, numbers_in, shapes_of
+from autoaccum._data.nesting import holds_tensor, numbers_in, shapes_of
 from autoaccum._data.pieces import NestedPiece, Span, flat_like
-from autoaccum._data.splits import FIRST, Along, ByDefault, ListOfSamples, check_split, is_default, piece_of
+from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -248,6 +248,14 @@ class Window(Sequence[Any]):
         """Return the samples as the loader would yield them, from which `Window(raw, split)` makes the window again."""
         return [span.piece.raw(span.start, span.stop) for span in self.spans]
 
+    def each_sample(self) -> list[Any]:
+        """Return the samples of lists of samples."""
+        return [sample for part in self.raw() for sample in part]
+
+    def each_width(self) -> list[int]:
+        """Return how wide each sample is, in one number."""
+        return [sum(widths) for runs in self.widths() for samples, widths in runs for _ in range(samples)]
+
     def weight(self, start: int, stop: int) -> float:
         """Return what the mean loss of samples `start` to `stop` (exclusive) runs over, by the split's `weight`."""
         return sum(span.piece.weight(span.start, span.stop) for span in self._between(start, stop))
@@ -287,8 +295,9 @@ class Window(Sequence[Any]):
         return self._tensors
 
     def data_bytes(self) -> int:
-        """What the loader's batches of its pieces keep in memory, those of which it has a part only included."""
-        storages = (tensor.untyped_storage() for tensor in self._tensors if tensor.layout is torch.strided)
+        """What the loader's batches of its pieces, and of the window that it was made of, keep in memory as a whole."""
+        tensors = itertools.chain(self._tensors, () if self._origin is None else self._origin.tensors())
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     @cached_property
@@ -421,27 +430,3 @@ def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
         InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
     """
     return repeating(batch, samples, split).cut(0, samples)
-
-
-# --- the order of samples ---------------------------------------------------------------------------------------------
-
-
-def by_size(batch: Any, split: Split | None) -> Any:
-    """Return a list of samples with the largest ones first, and any other batch as it is."""
-    return sorted(batch, key=elements_of, reverse=True) if isinstance(split, ListOfSamples) else batch
-
-
-def largest_first(window: Window) -> Window:
-    """Return a window of lists of samples with the largest ones first, and any other window as it is.
-
-    Each micro-batch then holds samples of like size, so that its collator pads little; and the one that takes most
-    memory is the first. Samples of one size stay in the loader's order.
-    """
-    if not isinstance(window.split, ListOfSamples):
-        return window
-    samples = [sample for part in window.raw() for sample in part]
-    sizes = list(map(elements_of, samples))
-    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    found = Window.of_checked([[samples[index] for index in order]], window.split)
-    found.places = order
-    return found

@@ -25,7 +25,7 @@ _CHANNELS = (1, 3, 4)
 _MANY_FIELDS = 8
 _PAIR = 2
 # What Transformers' collators call the positions within sequences, and the bounds of sequences in a row.
-_POSITIONS, _BOUNDS, _MASK = "position_ids", "cu_seq_lens_q", "attention_mask"
+_POSITIONS, _BOUNDS, _MASK, _ROWS = "position_ids", "cu_seq_lens_q", "attention_mask", "input_ids"
 _SAMPLES, _FIELDS = "samples", "fields"
 
 
@@ -101,9 +101,18 @@ def refuse_flattened(batch: Any) -> None:
     if sequences > 1:
         raise InvalidInputError(
             f"a batch is one row of {sequences} sequences ({how}), which would count as one sample; have the loader "
-            "yield lists of sequences (collate_fn=list) and pass split=autoaccum.ListOfSamples(your_collator), or "
-            "split=autoaccum.Along(0) if a row is what you mean by a sample"
+            "yield lists of sequences (collate_fn=list) and pass split=autoaccum.ListOfSamples(your_collator), cut the "
+            "row with split=autoaccum.PackedRows(), or pass split=autoaccum.Along(0) if a row is what you mean by a "
+            "sample"
         )
+
+
+def is_packed(batch: Any) -> bool:
+    """Whether a batch of several samples is one row, which says where each begins."""
+    if not isinstance(batch, Mapping):
+        return False
+    row, says = batch.get(_ROWS), (batch.get(_POSITIONS), batch.get(_BOUNDS))
+    return isinstance(row, Tensor) and row.dim() > 1 and len(row) == 1 and any(isinstance(one, Tensor) for one in says)
 
 
 def _sequences_by(positions: Tensor, mask: Any) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from autoaccum._arguments import check_call, check_function, shown
 from autoaccum._data.nesting import shapes_of
 from autoaccum._data.pieces import NestedPiece, Piece, Span, Split
-from autoaccum._data.reading import Reading
+from autoaccum._data.reading import Reading, is_packed
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -94,11 +94,17 @@ class ListOfSamples:
             boxes; None if the loss says it.
 
     The samples of a window are taken from the largest to the smallest, by the elements of their largest tensor, so that
-    each micro-batch holds little padding.
+    each micro-batch holds little padding. A collator that packs them into one row pads nothing: where memory decides
+    the sizes, micro-batches are filled up to the tokens that fit.
+
+    Attributes:
+        packs: Whether `collate` packs several samples into one row; None as long as it is not known.
 
     Raises:
         InvalidInputError: An argument cannot be called.
     """
+
+    packs: bool | None = None
 
     def __init__(
         self, collate: Callable[[list[Any]], Any], *, weight: Callable[[list[Any]], float] | None = None
@@ -135,7 +141,7 @@ class ListOfSamples:
         """Return one or more lists of samples, collated; from copies, since collators take items out of samples."""
         samples = list(itertools.chain.from_iterable(batches))
         try:
-            return self.collate([copy.copy(one) if isinstance(one, Mapping | list) else one for one in samples])
+            batch = self.collate([copy.copy(one) if isinstance(one, Mapping | list) else one for one in samples])
         except Exception as error:
             if any(isinstance(one, Tensor) for one in samples):
                 error.add_note(
@@ -143,6 +149,9 @@ class ListOfSamples:
                     f"{shapes_of(samples)}; if the loader collates already, pass collate_fn=list to the DataLoader",
                 )
             raise
+        if len(samples) > 1:
+            self.packs = is_packed(batch)
+        return batch
 
 
 def check_split(split: object) -> None:

@@ -17,7 +17,7 @@ from autoaccum._arguments import listed
 from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
 from autoaccum._distributed.descriptions import checksums, is_plain, lines_of, lines_of_module, parts_of, text_of
-from autoaccum._engine.dtensor import is_spread
+from autoaccum._engine.dtensor import is_spread, lines_of_shards
 from autoaccum._engine.finiteness import coming
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import OptimizerList, name_of
@@ -61,6 +61,7 @@ def make_alike(ranks: Ranks, step: GradientStep, arguments: Mapping[str, Any]) -
         **{name: lines_of(value) for name, value in arguments.items()},
         **{name: lines_of(getattr(options, name)) for name in _OPTIONS},
         "model": [line for module in modules for line in lines_of_module(module)],
+        "use of fully_shard": lines_of_shards(modules),
         "optimizer": _lines_of_optimizer(step),
         "device": [step.memory.device.type],
         "precision": [step.precision.name],

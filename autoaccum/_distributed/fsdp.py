@@ -8,6 +8,7 @@ middle of theirs and cannot be reached any more: all have to end, and start agai
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from contextlib import contextmanager
@@ -16,16 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._distributed.data_parallel import RankPeers
-from autoaccum._distributed.process_group import could_not_exchange
+from autoaccum._distributed.pass_memory import PassMemory
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
-from autoaccum._engine.dtensor import least_size
+from autoaccum._engine.dtensor import casts, fsdp_modules, least_size, spread_again
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import BeginAgain
 from autoaccum._loss.known_shares import Nothing
 from autoaccum._loss.sample_choices import choices
-from autoaccum._oom import first_line, is_oom
+from autoaccum._oom import first_line, is_oom, let_go
+from autoaccum._sizing.backoff import wait_for_memory
 from autoaccum._sizing.planner import balanced
+from autoaccum._system.attributes import replaced
 from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._distributed.buckets import Outcome
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import WindowResult
     from autoaccum._engine.savepoint import SavedState
 
@@ -44,7 +47,7 @@ _LEAST = 2
 # rounding and fragmentation: the fraction of memory to fill, and the factor from one window to the next.
 _FILLED, _AT_MOST = 0.85, 2
 # What errors of a collective within a pass say.
-_OF_THE_NETWORK = re.compile("gloo|nccl|process group|connection|timed out", re.IGNORECASE)
+_OF_THE_NETWORK = re.compile("gloo|nccl|process group|connection|timed out|timeout", re.IGNORECASE)
 
 
 class ShardedRankPeers(RankPeers):
@@ -52,36 +55,46 @@ class ShardedRankPeers(RankPeers):
 
     Args:
         ranks: All ranks.
-        step: This rank's training step.
+        step: This rank's training step; without an optimizer, as for `RankPeers`.
         largest_size: The largest size to grow to, based on observed memory; None if sizes are fixed.
         said: As for `RankPeers`.
     """
 
     adds_up_gradients = False
 
-    def __init__(self, ranks: Ranks, step: TrainingStep, largest_size: int | None, **said: Any) -> None:
+    def __init__(self, ranks: Ranks, step: GradientStep, largest_size: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
-        self._training = step
+        self._spread_parts = fsdp_modules(step.objective.modules)
         self._before: SavedState | None = None  # the state before the last pass with nothing
         self._largest_size = largest_size
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
         self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
+        self._remedy = "fit has a checkpoint=" if step.optimizer is not None else "`autoaccum run` starts it"
         self._held_bytes: int | None = None
+        self._room = PassMemory(step.memory, step.objective.modules)
+        step.objective.casts_itself |= casts(step.objective.modules)
         step.run_in_passes(self, ranks.size)  # the reduction of gradients takes their mean over the ranks
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
         super().begin_attempt()
         self.is_awaited = True
+        for part in self._spread_parts:
+            part.reshard()  # which a check of losses has left out, as any forward pass by itself
+            # A loop may have switched it off for batches before the last of a step.
+            part.set_requires_gradient_sync(True, recurse=False)
+            part.set_is_last_backward(True)
         sizing = self._sizing
         if self._larger is not None and self._larger > sizing.plan.micro_batch:
             sizing.grow_to(self._larger)
         self._larger = None
         self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if self._window.samples else 0))
         memory = self._step.memory
-        if self._largest_size is not None and self._training.optimizer.state:
+        self._room.begin()
+        optimizer = self._step.optimizer  # without one, it has its state once a first batch is done
+        if self._largest_size is not None and (optimizer.state if optimizer is not None else self._windows > 1):
             memory.reset_peak()
             self._held_bytes = memory.peak_bytes()
 
@@ -106,14 +119,14 @@ class ShardedRankPeers(RankPeers):
         correction = self._factors[self.ranks.rank]
         self._exchange_sums(given, outcome, result, [], correction)
         if correction != 1.0:
-            gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in self._step.parameters if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
 
     def decide(self, reduced: WindowResult) -> WindowResult:
         """As for `Peers`; the norm is then computed over all shards, by all ranks together."""
         super().decide(reduced)
-        steps = self._training.optimizer_steps
-        if steps.clip_grad_norm is not None:
+        steps = self._optimizer_steps
+        if steps is not None and steps.clip_grad_norm is not None:
             with self._in_pass(self._sizing.plan.micro_batch):
                 norm = steps.norm()
                 steps.clip(norm)
@@ -131,7 +144,7 @@ class ShardedRankPeers(RankPeers):
             window: The window that they are from, if any.
 
         Raises:
-            StartAgainError: Memory ran out.
+            StartAgainError: Memory ran out, here or on another rank.
             DoesNotFitError: Memory ran out with the smallest micro-batch.
             RankFailedError: Another rank is gone.
         """
@@ -141,7 +154,7 @@ class ShardedRankPeers(RankPeers):
         except Exception as error:
             if not is_oom(error):
                 if isinstance(error, torch.distributed.DistError) or _OF_THE_NETWORK.search(str(error)):
-                    raise could_not_exchange(self.ranks.rank, error) from error
+                    raise self.ranks.lost(error) from error
                 raise
             said, phase = first_line(error), self._step.stage.phase
             if size <= self._least:
@@ -152,17 +165,41 @@ class ShardedRankPeers(RankPeers):
             text = (
                 f"rank {self.ranks.rank} ran out of memory with {size} samples ({phase}: {said}) while the others wait "
                 "for it; every process has to be started again, as torchrun does with --max-restarts, and goes on with "
-                "smaller micro-batches if fit has a checkpoint="
+                f"smaller micro-batches if {self._remedy}"
             )
+            self.ranks.leave(text)
             raise StartAgainError(text, size) from error
         self.ranks.is_in_pass = False
 
     @contextmanager
     def training_pass(self, size: int) -> Iterator[None]:
         """As for `Passes`."""
+        elements, has_gradients = self._elements(size), self._step.holds_gradients()
+        self._enter(elements, has_gradients=has_gradients, is_least=size <= self._least)
         self.ranks.exchange("pass")
         with self._in_pass(size, self._window):
             yield
+        self._room.leave(elements, had_gradients=has_gradients)
+
+    def _elements(self, size: int) -> int:
+        """Return the elements of the samples of the pass to come."""
+        if self._step.is_spare:
+            assert self._sample is not None
+            return sum(number * sum(widths) for group in self._sample.widths() for number, widths in group)
+        return size * sum(self._sizing.cutter.widths_of(self._step.stage.start, size))
+
+    def _enter(self, elements: int, **of_pass: bool) -> None:
+        """Ask for the memory of a pass; some times, where it is made for the others alone."""
+        for tries in itertools.count():
+            try:
+                self._room.enter(elements, **of_pass)
+            except Exception as error:
+                if not (self._step.is_spare and is_oom(error) and wait_for_memory(tries, may_wait=True)):
+                    raise
+                let_go(error)
+            else:
+                return
+            self._step.memory.release()
 
     @contextmanager
     def evaluation_pass(self, size: int) -> Iterator[None]:
@@ -176,12 +213,14 @@ class ShardedRankPeers(RankPeers):
         while any(self.ranks.exchange("evaluation pass", value=False)):
             with self._in_pass(_LEAST):
                 make_passes(*self._nothing())
+        spread_again(self._step.objective.modules)
 
     def _pass_with_nothing(self) -> None:
         """Make a pass that contributes nothing, since others have samples left."""
         self._before = self._step.savepoint.save(self._before)
         batch, samples = self._nothing()
-        self._step.accumulate(batch, samples, Nothing(self._step.objective.knowledge), PartResult(samples))
+        with replaced((self._step, "is_spare", True), (self._step, "keeps_outputs", False)):
+            self._step.accumulate(batch, samples, Nothing(self._step.objective.knowledge), PartResult(samples))
         self._before.restore()
 
     def _nothing(self) -> tuple[Any, int]:
@@ -193,6 +232,7 @@ class ShardedRankPeers(RankPeers):
 
     def _prepare(self, window: Window) -> None:
         """Try the losses in the first window."""
+        self._windows += 1
         self.prepare(window, self._sizing.plan.micro_batch)
 
     def prepare(self, window: Window | None, size: int) -> None:
@@ -230,11 +270,12 @@ class ShardedRankPeers(RankPeers):
     def _larger_size(self) -> int:
         """Return the size that this rank requests for the next window, by the memory of this one."""
         memory, size = self._step.memory, self._sizing.plan.micro_batch
-        peak = memory.peak_bytes()
+        peak = max((one for one in (memory.peak_bytes(), self._room.peak_bytes) if one is not None), default=None)
         if self._largest_size is None or self._held_bytes is None or peak is None:
             return size
         reading = memory.reading()
         free = _FILLED * (reading.used_bytes + reading.free_bytes) - self._held_bytes
+        most = self._largest_size if self._optimizer_steps is not None else self._window.samples
         # In proportion to the samples: the fixed cost of a window counts as theirs, which errs on the safe side.
         larger = int(size * free / max(peak - self._held_bytes, 1))
-        return max(size, min(larger, _AT_MOST * size, self._largest_size))
+        return max(size, min(larger, _AT_MOST * size, self._largest_size, most))

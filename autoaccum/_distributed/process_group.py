@@ -26,10 +26,11 @@ from torch import distributed
 from autoaccum._memory.available_devices import existing
 from autoaccum._oom import first_line
 from autoaccum._system.launched import is_to_be_set_up, local_rank, timeout_s, world_size
-from autoaccum.errors import RankFailedError
+from autoaccum.errors import RankFailedError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from io import BytesIO
 
     from torch import Tensor
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _MESSAGE_BYTES = 2048
 # What messages are about that stand in place of any other.
 _FAILURE, _LACK = "failure", "lack of memory"
+# The name of what a rank has left word of, in the store of the default group: launchers give each attempt its own.
+_WORD = "autoaccum/word"
 # Signals are handled so often while this rank waits.
 _SIGNALS_EVERY = timedelta(seconds=0.1)
 # Errors that have ended a training of several ranks in this process.
@@ -144,7 +147,7 @@ class Ranks:
         if self._has_failed or self.is_in_pass:
             return
         self._has_failed = True
-        with suppress(RankFailedError):
+        with suppress(RankFailedError, StartAgainError):
             self.exchange(_FAILURE, f"{type(error).__name__}: {first_line(error)}")
 
     def lack(self, size: int | None, error: Exception) -> int | None:
@@ -162,6 +165,40 @@ class Ranks:
         except OutOfMemoryElsewhereError as said:
             size = said.size
         return size
+
+    def swap(self, stream: BytesIO, lengths: Sequence[int], expected: Sequence[int]) -> tuple[Tensor, ...]:
+        """Send each rank its part of a stream, one after the other; return the bytes that each has sent to this one.
+
+        Args:
+            stream: The bytes, those for rank 0 first.
+            lengths: How many are for each rank.
+            expected: How many each rank sends to this one.
+
+        Raises:
+            RankFailedError: Another rank is gone.
+        """
+        with self.on_network(), self._memory.elsewhere():
+            sent, received = (torch.empty(sum(each), dtype=torch.uint8) for each in (lengths, expected))
+            stream.seek(0)
+            stream.readinto(sent.numpy().data)
+            self._last = [sent, received]
+            shared = {"group": self._hosts(), "async_op": True}
+            self._wait(distributed.all_to_all_single(received, sent, [*expected], [*lengths], **shared))
+        return torch.split(received, [*expected])
+
+    def leave(self, text: str) -> None:
+        """Leave word for the others, which wait inside an operation where no message reaches them."""
+        with suppress(Exception):  # they then say that the network failed
+            distributed.distributed_c10d._get_default_store().set(_WORD, text)
+
+    def lost(self, error: Exception) -> StartAgainError | RankFailedError:
+        """Return the error of this rank where the network fails: what another has left word of, if that is why."""
+        with suppress(Exception):  # of a store that is gone
+            store = distributed.distributed_c10d._get_default_store()
+            if store.check([_WORD]):
+                self._has_failed = True  # nobody listens any more
+                return StartAgainError(store.get(_WORD).decode())
+        return could_not_exchange(self.rank, error)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor on the device by the sum over all ranks, bit-identical on each.
@@ -194,12 +231,13 @@ class Ranks:
 
         Raises:
             RankFailedError: They failed. Others may have received what was sent, so it is never sent again.
+            StartAgainError: They failed since a rank ran out of memory where the others cannot go on.
         """
         try:
             with self._memory.lifted():
                 yield
         except (RuntimeError, ValueError, MemoryError) as error:  # the second if the group is gone
-            raise could_not_exchange(self.rank, error) from error
+            raise self.lost(error) from error
 
 
 @contextmanager
@@ -228,10 +266,15 @@ def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
             distributed.destroy_process_group()
 
 
-def all_ranks(memory: MemoryBackend) -> Ranks | None:
-    """Join the other processes of this training as `join_ranks` does; return None if this is the only one."""
+def all_ranks(memory: MemoryBackend, *, or_alone: bool = False) -> Ranks | None:
+    """Join the other processes of this training as `join_ranks` does.
+
+    Returns:
+        All of them; None if this is the only one, unless with `or_alone` it is that of a group.
+    """
     join_ranks(memory.device)
-    return None if world_size() == 1 else Ranks(memory)
+    is_group = or_alone and distributed.is_available() and distributed.is_initialized()
+    return Ranks(memory) if world_size() > 1 or is_group else None
 
 
 def join_ranks(device: str | torch.device | None = None) -> None:

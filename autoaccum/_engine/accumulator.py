@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._data.batches import largest_first
+from autoaccum._data.order import largest_first
+from autoaccum._engine.dtensor import is_fsdp_module, is_sharded
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.window import Engine
@@ -21,6 +22,7 @@ from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Sizing
 from autoaccum._system import signals
 from autoaccum._system.launched import max_micro_batch
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +49,7 @@ class GradientAccumulator:
         peers: Makes what stands for the processes that compute the gradient together, again whenever the parameters
             have changed; None if this one is alone.
         entry_of: Returns what the cache holds of batches like a window; None for nothing.
+        grows_from: The size from which peers grow the sizes, unless they are fixed; None if sizes are searched for.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class GradientAccumulator:
         *,
         peers: Callable[[], Peers] | None = None,
         entry_of: Callable[[Window], CacheEntry] | None = None,
+        grows_from: int | None = None,
     ) -> None:
         self._step = step
         self._events = events
@@ -64,6 +68,7 @@ class GradientAccumulator:
         self._make_peers = peers or (lambda: Peers(step))
         self._peers: Peers = self._make_peers()
         self._asked = step.options.micro_batch
+        self._grows_from = None if isinstance(self._asked, int) else grows_from
         self._entry_of = entry_of or (lambda _: CacheEntry(step.memory))
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
@@ -84,6 +89,8 @@ class GradientAccumulator:
         """Add the gradient of a window, or of this process's part of it, to `.grad`."""
         started = time.perf_counter()
         step = self._step
+        if not step.is_sharded and any(map(is_fsdp_module, step.objective.modules)):
+            raise _came_late()
         self._earlier, self._parameters = list(map(_GRADIENT, step.parameters)), step.parameters
         engine = self._engine_for(window)
         if not step.keeps_outputs and step.options.loss_scope == "micro_batch":  # outputs are in the order of samples
@@ -145,6 +152,8 @@ class GradientAccumulator:
     def _on_change(self) -> None:
         """Set gradients of new parameters aside, and let other processes know of them."""
         assert self._engine is not None
+        if not self._step.is_sharded and is_sharded(self._step.objective.modules):
+            raise _came_late()
         known = dict(zip(self._parameters, self._earlier, strict=True))
         new = [parameter for parameter in self._step.parameters if parameter not in known]
         self._earlier += map(_GRADIENT, new)
@@ -214,6 +223,8 @@ class GradientAccumulator:
         step, samples, cap = self._step, window.samples, max_micro_batch()
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
+        if self._grows_from is not None:
+            is_auto, most = False, min(most, self._grows_from if known is None else known.plan.micro_batch)
         experience = entry.experience
         if entry.found is None and known is not None:
             entry.frontier = known.cutter.frontier
@@ -228,6 +239,13 @@ class GradientAccumulator:
         if known is not None and known.plan.micro_batch < known.cutter.set_plan.micro_batch:  # after failures
             begins = plan(samples, min(known.plan.micro_batch, asked.micro_batch))
         return Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
+
+
+def _came_late() -> InvalidInputError:
+    return InvalidInputError(
+        "fully_shard was called after this Accumulator was made, which adds up gradients of whole parameters; call "
+        "fully_shard first, then make the Accumulator and the optimizer"
+    )
 
 
 def _is_plain(gradient: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum._engine import devices, optimizers, precision
-from autoaccum._engine.dtensor import refuse_sharded
+from autoaccum._engine.dtensor import refuse_sharded, spread_again
 from autoaccum._engine.forward_backward import GradientStep, TrainingStep
 from autoaccum._engine.oom_report import OomReport
 from autoaccum._loss.calls import Calls
@@ -46,6 +46,7 @@ def assemble(
     _check_values(model)
     with devices.oom_explained(memory, "what training needs in addition to the model"):
         objective = _objective(model, options, notices)
+        spread_again(objective.modules)
         if not is_one_of_several:
             refuse_sharded(objective.modules)
         optimizer = optimizers.resolve(options.optimizer, objective.modules, notices)
@@ -68,12 +69,15 @@ def assemble_without_optimizer(
     notices: Notices,
     further: Sequence[nn.Module] = (),
     scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
+    is_one_of_several: bool = False,
 ) -> GradientStep:
     """Check and move the model as `assemble` does, and assemble what a gradient needs."""
     _check_values(model)
     with devices.oom_explained(memory, "what a gradient needs in addition to the model"):
         objective = _objective(model, options, notices, further)
-        refuse_sharded(objective.modules)
+        spread_again(objective.modules)
+        if not is_one_of_several:
+            refuse_sharded(objective.modules)
         how = precision.resolve_without_scaler(options.precision, memory.device, model, notices, scale)
     _move(objective.modules, None, memory)
     step = GradientStep(objective, how, memory, options)

@@ -87,6 +87,7 @@ class GradientStep:
         scale: Multiplies a loss before its backward pass; None for no scaling.
         watch: Checks gradients before and after each backward pass; None for no check.
         keeps_outputs: Whether to keep the outputs of micro-batches.
+        is_spare: Whether the pass that runs contributes nothing, and is made since other processes make theirs.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -102,7 +103,7 @@ class GradientStep:
         self.passes: Passes | None = None
         self.scale: Callable[[Tensor], Tensor] | None = None if precision.scaler is None else precision.scaler.scale
         self.watch: GradientChecks | None = None
-        self.keeps_outputs = False
+        self.keeps_outputs = self.is_spare = False
         self.stage = Stage()
         # `fully_shard` swaps a module's parameters during a pass, which is not a change.
         self.is_sharded = is_sharded(objective.modules)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from autoaccum._arguments import check_positive_int
-from autoaccum._data.batches import by_size, count, repeated, repeating
+from autoaccum._data.batches import count, repeated, repeating
 from autoaccum._data.nesting import copied
+from autoaccum._data.order import by_size
 from autoaccum._data.splits import is_default
 from autoaccum._engine import devices, optimizer_modes
 from autoaccum._engine.assembly import assemble

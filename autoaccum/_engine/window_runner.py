@@ -11,7 +11,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from autoaccum._data.batches import largest_first
+from autoaccum._data.order import arranged, largest_first
 from autoaccum._data.splits import ListOfSamples
 from autoaccum._engine import devices, optimizer_modes, optimizers
 from autoaccum._engine.forward_backward import drop_old_gradients
@@ -137,7 +137,9 @@ class WindowRunner:
     def _in_order(self, part: Window) -> Window:
         """Return a window of lists of samples in order of size; another, just like the last, as a `KnownWindow`."""
         if self._sorts:
-            return largest_first(part)
+            part = largest_first(part)
+            order = self.sizing.filling(part)
+            return part if order is None else arranged(part, order)
         batch = part.plain_batch() if part.kinds is None else None
         known = None if batch is None else self.engine.checks.known(batch)
         return part if known is None else known

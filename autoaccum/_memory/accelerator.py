@@ -96,6 +96,12 @@ class Accelerator(MemoryBackend):
         if extra_bytes > 0:  # freed at once, but the block stays with the allocator
             torch.empty(extra_bytes, dtype=torch.uint8, device=self.device)
 
+    def secure(self, extra_bytes: int) -> None:
+        """Have the allocator hold `extra_bytes` beside what is in use, or raise an error that `is_oom` recognises."""
+        in_use = self._function("memory_allocated")
+        cached = 0 if in_use is None else self._used() - int(in_use(*self._where))
+        self.reserve(extra_bytes - cached)
+
     def synchronize(self) -> None:
         """Wait until the device has completed all submitted work."""
         torch.accelerator.synchronize(self.device)

@@ -171,6 +171,13 @@ class MemoryBackend(ABC):
         """
         self.ensure(extra_bytes)
 
+    def secure(self, extra_bytes: int) -> None:
+        """Have `extra_bytes` in any pieces for the code that runs next, or raise `torch.OutOfMemoryError`.
+
+        As `reserve`, but what the allocator's cache holds already counts, so that repeated calls take no more.
+        """
+        self.ensure(extra_bytes)
+
     def others_bytes(self) -> int | None:
         """Return the memory of the device that other processes hold; None if unknown."""
         return None

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from autoaccum._arguments import check_bool, check_call, check_positive_int, shown
-from autoaccum._data.batches import by_size, count
+from autoaccum._data.batches import count
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.nesting import tensors_in
+from autoaccum._data.order import by_size
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble, check_shapes
 from autoaccum._engine.batchnorm import BatchNorms
@@ -38,7 +39,7 @@ from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loaders import first_batches, samples_of
 from autoaccum._report.records import Measured, Predicted, Subject
-from autoaccum._report.remedies import adapts_of, are_due, kernels_of, names_in, remedies
+from autoaccum._report.remedies import adapts_of, are_due, kernels_of, names_in, suggested
 from autoaccum._saving.savings import Savings, check_savings
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
@@ -402,7 +403,7 @@ def _remedies(
     if unchanged is None:
         return None, (), (f"{title}: not known, since the step cannot be traced",)
     _LOG.info("looking for what would help on %s", place.name)
-    helpful, failed = remedies(asked, place, unchanged, model)
+    helpful, failed = suggested(asked, place, unchanged, model)
     warnings = []
     if not helpful:
         warnings.append(f"{title}: nothing that save_memory takes")

@@ -36,7 +36,7 @@ _LARGE_LOSS = 0.25
 _ANY_GPU = Simulated(2**50, torch.device("cuda", 0))
 
 
-def remedies(
+def suggested(
     asked: Asked, found: Measured | Predicted, unchanged: Estimate, model: nn.Module
 ) -> tuple[tuple[Remedy, ...], list[str]]:
     """Return what saves memory, the most effective first, and the names with which the user's model fails, and why.

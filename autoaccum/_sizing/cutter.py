@@ -9,9 +9,9 @@ import itertools
 import sys
 from typing import TYPE_CHECKING
 
-from autoaccum._sizing import planner
+from autoaccum._sizing import packing, planner
 from autoaccum._sizing.backoff import Backoffs
-from autoaccum._sizing.frontier import joined_widths, widths_between
+from autoaccum._sizing.frontier import joined_widths, mean_widths_between, widths_between
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -126,22 +126,28 @@ class Cutter:
 
     def widths_of(self, start: int, size: int) -> Widths:
         """Return the widths of a micro-batch of the window."""
-        return widths_between([run for runs in self.groups for run in runs], start, start + size)
+        between = widths_between if not self.frontier.packs else mean_widths_between
+        return between([run for runs in self.groups for run in runs], start, start + size)
 
     def limit(self, widths: Widths, most: int) -> int:
         """Return the most samples of these widths that a micro-batch may have, at most `most`."""
-        wanted, plan = self.wanted, self.timed or self.plan
-        if not wanted.by_width:
-            most = min(most, max(self.set_plan.micro_batch, wanted.fits))
+        if self.wanted.by_width:
+            most = self._within_memory(widths, most)
         else:
-            if plan.micro_batch < self.compared_to and self.widths is not None:
-                # The clock asks for less than fits.
-                most = min(most, max(1, plan.micro_batch * sum(self.widths) // sum(widths)))
-            if self.frontier.surely(widths) < most:
-                if widths not in self._limits:
-                    self._limits[widths] = self._fitting(widths, most)
-                most = min(most, self._limits[widths])
+            most = min(most, max(self.set_plan.micro_batch, self.wanted.fits))
         return self._backoffs.limit(widths, self.capped(most))
+
+    def _within_memory(self, widths: Widths, most: int) -> int:
+        """Return how many samples of these widths memory and the clock allow, at most `most`."""
+        plan = self.timed or self.plan
+        if plan.micro_batch < self.compared_to and self.widths is not None:
+            # The clock asks for less than fits.
+            most = min(most, max(1, plan.micro_batch * sum(self.widths) // sum(widths)))
+        if self.frontier.surely(widths) < most:
+            if widths not in self._limits:
+                self._limits[widths] = self._fitting(widths, most)
+            most = min(most, self._limits[widths])
+        return most
 
     def free_beside_gradients(self) -> int:
         """Return the bytes that are free once all gradients exist."""
@@ -155,6 +161,9 @@ class Cutter:
     def _cut_group(self, runs: Runs) -> tuple[int, ...]:
         """Cut samples that can be joined."""
         samples, plan = sum(each for each, _ in runs), self.timed or self.plan
+        if self.frontier.packs:
+            each = [sum(widths) for alike, widths in runs for _ in range(alike)]
+            return packing.in_turn(each, self._within_memory((1,), sum(each)), self.wanted.most)
         if len(runs) == 1:
             if runs == [(plan.target_batch, self.widths)]:
                 return plan.micro_batches
@@ -162,6 +171,10 @@ class Cutter:
         sizes = self._greedy(runs, samples)
         even = planner.balanced(samples, -(-samples // len(sizes)))
         return even if self._are_allowed(even, runs) else sizes
+
+    def packed(self, each: Sequence[int]) -> list[list[int]]:
+        """Return which samples go together where they are packed, given the tokens of each, the most first."""
+        return packing.best_fit(each, self._within_memory((1,), sum(each)), self.wanted.most)
 
     def _greedy(self, runs: Runs, samples: int) -> tuple[int, ...]:
         """Cut samples of unlike width, as many into each micro-batch as its widest one allows."""

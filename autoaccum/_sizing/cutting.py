@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._records import Plan
+from autoaccum._sizing.costs import Costs
 from autoaccum._sizing.frontier import Frontier
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Cutting:
         is_timed: Whether autotuning has finished.
         compared_to: The largest size that autotuning has compared; 0 if there was none.
         widths: Those of the samples that the plan was made for; None if they are not known.
+        costs: The times that were measured.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class Cutting:
     is_timed: bool = False
     compared_to: int = 0
     widths: Widths | None = None
+    costs: Costs = field(default_factory=Costs)
 
     @classmethod
     def of(cls, plan: Plan) -> Cutting:
@@ -77,6 +80,7 @@ class Cutting:
             "is_timed": self.is_timed,
             "compared_to": self.compared_to,
             "widths": None if self.widths is None else list(self.widths),
+            "costs": [list(one) for one in self.costs.measured()],
         }
 
     @classmethod
@@ -85,5 +89,5 @@ class Cutting:
         plan, largest = (Plan(sum(sizes), tuple(sizes)) for sizes in (state["plan"], state["largest"]))
         names = ("is_found", "is_timed", "compared_to")
         widths = None if state["widths"] is None else tuple(state["widths"])
-        frontier = Frontier.of_state(state["frontier"])
-        return cls(plan, largest, frontier, **{name: state[name] for name in names}, widths=widths)
+        frontier, costs = Frontier.of_state(state["frontier"]), Costs.of_state(state.get("costs"))
+        return cls(plan, largest, frontier, **{name: state[name] for name in names}, widths=widths, costs=costs)

@@ -103,9 +103,12 @@ class Frontier:
         fits: The largest that have fitted.
         fails: The smallest that have not.
         failures: How often one has not.
+        packs: Whether micro-batches take the memory of their tokens, not of their widest sample's. All is then kept as
+            tokens of width 1, and widths are the mean of a micro-batch.
     """
 
     def __init__(self) -> None:
+        self.packs = False
         self.fits: list[Point] = []
         self.fails: list[Point] = []
         self.failures = 0
@@ -114,7 +117,7 @@ class Frontier:
 
     def note(self, samples: int, widths: Widths) -> None:
         """Record a micro-batch that fitted."""
-        point = Point(samples, widths)
+        point = self._kept(samples, widths)
         if not any(map(point.is_within, self.fits)):
             kept = [one for one in self.fits if not one.is_within(point)]
             self.fits = [*kept[-_MOST_POINTS + 1 :], point]
@@ -131,6 +134,7 @@ class Frontier:
         """
         if extra_bytes <= 0:
             return
+        samples, widths = self._kept(samples, widths)
         expected = self.expected_bytes(samples, widths)
         is_news = expected is None or extra_bytes < expected
         if not is_bound or (is_news and widths in self._of_widths):
@@ -150,7 +154,7 @@ class Frontier:
 
     def exclude(self, samples: int, widths: Widths) -> None:
         """Record a micro-batch that is too large, as others have shown."""
-        point = Point(samples, widths)
+        point = self._kept(samples, widths)
         self.fits = [one for one in self.fits if not point.is_within(one)]  # there was more memory then
         if not any(one.is_within(point) for one in self.fails):
             kept = [one for one in self.fails if not point.is_within(one)]
@@ -168,13 +172,25 @@ class Frontier:
         self._of_widths.clear()
         self._of_range.clear()
 
+    def begin_anew(self, *, packs: bool) -> None:
+        """Forget everything: micro-batches turn out to be packed, or not to be."""
+        self.forget()
+        self.packs = packs
+
+    def _kept(self, samples: int, widths: Widths) -> Point:
+        """Return what is kept of a micro-batch."""
+        return Point(samples * sum(widths), (1,)) if self.packs else Point(samples, widths)
+
     def surely(self, widths: Widths) -> int:
         """Return the most samples of these widths that are known to fit; 0 if none are."""
-        return max((one.samples for one in self.fits if are_within(widths, one.widths)), default=0)
+        each, widths = self._kept(1, widths)
+        return max((one.samples for one in self.fits if are_within(widths, one.widths)), default=0) // each
 
     def too_many(self, widths: Widths) -> int | None:
         """Return the fewest samples of these widths that are known not to fit; None if none are."""
-        return min((one.samples for one in self.fails if are_within(one.widths, widths)), default=None)
+        each, widths = self._kept(1, widths)
+        fewest = min((one.samples for one in self.fails if are_within(one.widths, widths)), default=None)
+        return None if fewest is None else -(-fewest // each)
 
     def is_enough(self, widths: Widths) -> bool:
         """Whether the search for more samples of these widths has failed often enough for what it can still gain."""
@@ -183,18 +199,23 @@ class Frontier:
 
     def sizes(self, widths: Widths) -> list[int]:
         """Return of how many samples of these widths the memory was measured, in order."""
-        return sorted(self._of_widths.get(widths, ()))
+        each, widths = self._kept(1, widths)
+        return sorted({max(1, one // each) for one in self._of_widths.get(widths, ())})
 
     def is_measured(self, widths: Widths) -> bool:
         """Whether the memory of samples about as wide was measured."""
+        _, widths = self._kept(1, widths)
         return widths in self._of_widths or _range_of(sum(widths)) in self._of_range
 
     def line(self, widths: Widths) -> Line | None:
         """The memory of micro-batches of these widths; None if it is not known, or does not rise."""
-        return through(self._of_widths.get(widths, {}))
+        each, widths = self._kept(1, widths)
+        line = through(self._of_widths.get(widths, {}))
+        return None if line is None else Line(line.fixed_bytes, line.bytes_per_sample * each)
 
     def expected_bytes(self, samples: int, widths: Widths) -> float | None:
         """Return the memory that a micro-batch should take; None if nothing was measured."""
+        samples, widths = self._kept(samples, widths)
         line = self.line(widths)
         if line is not None:
             return max(0.0, line.at(samples))
@@ -212,7 +233,9 @@ class Frontier:
         """
         sure = self.surely(widths)
         failed = self.too_many(widths)
-        size = self._predicted(widths, free_bytes)
+        each, kept = self._kept(1, widths)
+        size = self._predicted(kept, free_bytes)
+        size = size if size is None else size // each
         if failed is None:
             size = first if size is None else size
         elif size is None:
@@ -268,12 +291,13 @@ class Frontier:
 
     def state(self) -> dict[str, list[list[int]]]:
         """Return what is known as JSON values, for `of_state`."""
+        found: dict[str, list[list[int]]] = {"packs": [[1]]} if self.packs else {}
         bytes_of = [
             [extra, samples, *widths]
             for widths, sizes in self._of_widths.items()
             for samples, extra in sorted(sizes.items())[-2:]
         ]
-        found = {"fits": _flat(self.fits), "fails": _flat(self.fails), "bytes": bytes_of}
+        found |= {"fits": _flat(self.fits), "fails": _flat(self.fails), "bytes": bytes_of}
         return {name: rows for name, rows in found.items() if rows}
 
     @classmethod
@@ -281,6 +305,7 @@ class Frontier:
         """Return what a state says; values that no training can have found are left out."""
         frontier = cls()
         if isinstance(state, dict):
+            frontier.packs = state.get("packs") == [[1]]
             frontier.fits = [Point(samples, tuple(widths)) for samples, *widths in _rows(state.get("fits"))]
             frontier.fails = [Point(samples, tuple(widths)) for samples, *widths in _rows(state.get("fails"))]
             for extra, *point in _rows(state.get("bytes")):
@@ -307,6 +332,16 @@ def widths_between(runs: Runs, start: int, stop: int) -> Widths:
             found = joined_widths(found, widths) if found else widths
         start, stop = start - samples, stop - samples
     return found or runs[-1][1]
+
+
+def mean_widths_between(runs: Runs, start: int, stop: int) -> Widths:
+    """Return the mean width of samples `start` to `stop` (exclusive), at least 1, as the widths of a micro-batch."""
+    elements = taken = 0
+    for samples, widths in runs:
+        here = max(0, min(stop, samples) - max(start, 0))
+        elements, taken = elements + here * sum(widths), taken + here
+        start, stop = start - samples, stop - samples
+    return (max(1, elements // max(taken, 1)),)
 
 
 def _range_of(width: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ class Sizing:
         clock: Compares sizes that fit.
         measures: Whether `enter` and `leave` must be called for micro-batches of the current window.
         failures: What ran out of memory in this window, trials left out: samples and widths, for other processes.
+        costs: The times that were measured.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class Sizing:
     ) -> None:
         self.measures = False
         self.failures: list[tuple[int, Widths]] = []
+        self.costs = cutting.costs
         self._memory = memory
         self._wanted = wanted
-        self._events = events
         self.cutter = Cutter(memory, parameters, cutting, wanted, events)
         self.learner = Learner(self.cutter)
         self.clock = Clock(self.cutter, None if self.cutter.is_shrunk else wanted.times_after)
@@ -81,6 +83,7 @@ class Sizing:
             is_timed=self.clock.is_over,
             compared_to=cutter.compared_to,
             widths=cutter.widths,
+            costs=self.costs,
         )
 
     @property
@@ -107,7 +110,7 @@ class Sizing:
     def grow_to(self, size: int) -> None:
         """Set a larger size chosen by the caller, and report it."""
         self.set(self.cutter.plan_of(size))
-        self._events.planned(self.plan, None)
+        self.cutter.events.planned(self.plan, None)
 
     # --- one window ---------------------------------------------------------------------------------------------------
 
@@ -120,10 +123,20 @@ class Sizing:
         self._entered_at = time.perf_counter()
         self._copied_bytes = self._bytes_copied(window)
         cutter, is_learning = self.cutter, self.is_learning
+        packs = getattr(window.split, "packs", None)
+        if self._wanted.by_width and not self._wanted.is_uniform and packs not in (None, cutter.frontier.packs):
+            cutter.frontier.begin_anew(packs=packs)
+            cutter.forget_limits()
         cutter.begin(window.widths(), is_learning=is_learning)
         self._is_measuring = not is_learning and self._wanted.by_width and self._can_measure and self._is_news()
         is_careful = self._wanted.by_width and not self._memory.fails_cleanly
         self.measures = is_learning or self._is_measuring or is_careful
+
+    def filling(self, window: Window) -> list[int] | None:
+        """Return the order of a window's samples that fills packed micro-batches, given the widest first; else None."""
+        if self.is_learning or not (self.cutter.frontier.packs and window.samples):
+            return None
+        return list(itertools.chain.from_iterable(self.cutter.packed(window.each_width())))
 
     def _bytes_copied(self, window: Window) -> float:
         """Return the bytes of an element of a window that is copied to a GPU, on the average; 0 if none is."""
@@ -177,6 +190,7 @@ class Sizing:
         self._memory.synchronize()
         elapsed_s = time.perf_counter() - self._entered_at
         widths, peak = self.cutter.widths_of(start, size), self._memory.peak_bytes()
+        self.costs.note(size, sum(widths), elapsed_s)
         ahead = int(self._copied_bytes * sum(widths) * size)
         extra = None if peak is None or self._held_bytes is None else max(1, peak - self._held_bytes) + ahead
         if self.is_learning:

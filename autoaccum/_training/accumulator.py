@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,11 +12,13 @@ from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
 from autoaccum._distributed.consistency import make_alike
 from autoaccum._distributed.data_parallel import RankPeers
+from autoaccum._distributed.fsdp import ShardedRankPeers
 from autoaccum._distributed.process_group import all_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.at_work import AtWork
+from autoaccum._engine.dtensor import check_sharded, least_size, refuse_sharded
 from autoaccum._engine.options import Options
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
@@ -172,6 +175,7 @@ class Accumulator:
             notices=notices,
             further=[module for module in dict.fromkeys(used) if module not in losses],
             scale=scale,
+            is_one_of_several=True,
         )
         self._step.objective.knowledge.is_models_own |= is_models_own
         if half in _HALVES:
@@ -183,13 +187,14 @@ class Accumulator:
         ranks, step = self._ranks, self._step
         self._savings = Savings(step.objective.modules, names, backend, notices)
         self._has_begun = False
-        measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
+        measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch" and not step.is_sharded
         self._accumulating = GradientAccumulator(
             step,
             Events(backend, options.callbacks, notices),
             notices,
-            peers=None if ranks is None else lambda: RankPeers(ranks, step),
+            peers=None if ranks is None else lambda: _peers(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if measures else None,
+            grows_from=least_size(step.objective.modules) if step.is_sharded else None,
         )
         self._at_work = AtWork("backward", model)
         notices.tell_choices()
@@ -326,17 +331,36 @@ def _ranks(step: GradientStep, scale: torch.amp.GradScaler | Callable[[Tensor], 
     Raises:
         InvalidInputError: The processes differ, or the loss needs all samples in one of them.
     """
-    ranks = all_ranks(step.memory)
+    ranks = all_ranks(step.memory, or_alone=step.is_sharded)
     if ranks is None:
+        refuse_sharded(step.objective.modules)
         return None
+    try:
+        _check_ranks(ranks, step, scale)
+    except Exception as error:
+        ranks.fail(error)  # which the others may not find by themselves
+        raise
+    return ranks
+
+
+def _check_ranks(
+    ranks: Ranks, step: GradientStep, scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None
+) -> None:
+    modules, saves = step.objective.modules, step.options.save_memory
     kind = torch.nn.parallel.DistributedDataParallel
-    if any(isinstance(one, kind) and "forward" not in vars(one) for one in step.objective.modules):  # in force
+    if any(isinstance(one, kind) and "forward" not in vars(one) for one in modules):  # in force
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
         )
+    check_sharded(modules, ranks.size, {f"save_memory={saves!r}": bool(saves)})
     make_alike(ranks, step, {"scale": scale.state_dict() if isinstance(scale, torch.amp.GradScaler) else scale})
-    return ranks
+
+
+def _peers(ranks: Ranks, step: GradientStep) -> RankPeers:
+    if not step.is_sharded:
+        return RankPeers(ranks, step)
+    return ShardedRankPeers(ranks, step, sys.maxsize if step.options.micro_batch == "auto" else None)
 
 
 def _check_functions(options: Options, closure: object) -> None:

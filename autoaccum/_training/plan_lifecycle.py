@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
-from autoaccum._data.batches import Window, largest_first
+from autoaccum._data.batches import Window
+from autoaccum._data.order import largest_first
 from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.probing import probe
 from autoaccum._engine.window_runner import WindowRunner
@@ -89,7 +90,8 @@ class PlanLifecycle:
         self._step = step = call.step
         self._target_batch = target = call.world.target_batch
         self._asked = step.options.micro_batch
-        self._cap = None if call.cap is None or call.cap >= target else call.cap  # else no window reaches it
+        deals = call.world.deals and call.grows_from is None  # so that windows may exceed this rank's share
+        self._cap = call.cap if call.cap is None or call.cap < target or deals else None
         self._searches = self._asked == "auto" and call.grows_from is None
         # A loss over the whole window needs to know the whole cut beforehand.
         self._tries_before = self._searches and step.options.loss_scope == "window"
@@ -207,6 +209,8 @@ class PlanLifecycle:
             saves=call.saves,
             counts=call.counts,
         )
+        if call.world.deals:  # more samples than this rank's share may fit
+            key = replace(key, target_batch=None)
         self._record.entry = CacheEntry(step.memory, PlanCache(self._notices), key)
 
     def _probe(self, first: Window) -> ProbeResult:
@@ -278,8 +282,8 @@ class PlanLifecycle:
             elif ahead >= _WINDOWS_WORTH_TIMING:
                 times_after = 0
         fits = 0  # a size that may be used though it exceeds the plan's
-        if self._call.counts == TOKENS and isinstance(self._asked, int):
-            fits = self._asked  # the first window may have held fewer samples
+        if (self._call.counts == TOKENS or self._call.world.deals) and isinstance(self._asked, int):
+            fits = self._asked  # windows may hold other numbers of samples than the plan's
         elif found is not None and self._tries_before:
             fits = found.micro_batch
         return SizingOptions(

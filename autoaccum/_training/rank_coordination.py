@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
 from autoaccum._data.regrouping import stream
+from autoaccum._data.splits import ListOfSamples
 from autoaccum._distributed.consistency import compare_weights, warn_of_same_samples
 from autoaccum._distributed.data_parallel import RankPeers
+from autoaccum._distributed.dealing import Dealer
 from autoaccum._distributed.fsdp import ShardedRankPeers
 from autoaccum._distributed.loader import DealtLoader, equal_shares
 from autoaccum._engine.dtensor import is_sharded
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._sizing.costs import Costs
     from autoaccum._system.notices import Notices
 
 # What a process may request after a window, as bits.
@@ -63,6 +66,7 @@ class Coordinator:
         self.split = split
         self.target_batch = self._whole_target = target
         self.peers: RankPeers | None = None
+        self._dealer: Dealer | None = None  # deals windows out by the costs of samples; None where they stay
         self._drop_last = drop_last
         self._shards = shard_data
         self._in_tokens = in_tokens
@@ -119,6 +123,9 @@ class Coordinator:
             self.peers = ShardedRankPeers(self.ranks, step, largest_size, **said)
         else:
             self.peers = RankPeers(self.ranks, step, **said)
+            if self.deals:
+                assert isinstance(self.split, ListOfSamples)
+                self._dealer = Dealer(self.ranks, self.split, self._drops, self._notices)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -140,6 +147,15 @@ class Coordinator:
         # Ranks see only together whether a window of samples is too short.
         target, drops = self.target_batch, self._drop_last and (self._in_tokens or self.is_alone)
         return stream(batches, target, in_tokens=self._in_tokens, drop_last=drops, skip=skip, split=self.split)
+
+    @property
+    def deals(self) -> bool:
+        """Whether ranks share one loader of lists of samples, so that each can compute any of them."""
+        return self.ranks is not None and self._shards and isinstance(self.split, ListOfSamples)
+
+    def dealt(self, part: Window, costs: Costs) -> Window:
+        """Return the samples of a window that this process computes, as `Dealer.deal`."""
+        return part if self._dealer is None else self._dealer.deal(part, costs)
 
     def _drops(self, samples: Sequence[int]) -> bool:
         """Whether drop_last=True leaves a window out, given the samples of each rank's part."""

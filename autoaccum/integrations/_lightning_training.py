@@ -81,7 +81,8 @@ class Training:
                 sizes = report.micro_batches
                 # Those before are of samples that the loss was checked on, and of attempts that failed.
                 logged = self._parts[-len(sizes) :]
-                if len(sizes) > 1 and sizes[0] > 1 and self._logs.is_unclear(logged[0]):
+                is_alone = self.accumulator._step.passes is None  # else the others would have to run this pass too
+                if is_alone and len(sizes) > 1 and sizes[0] > 1 and self._logs.is_unclear(logged[0]):
                     self._look_at_fewer(window, sizes[0] // 2)
         except _SkippedError:
             return None
@@ -133,7 +134,8 @@ class Training:
             self._trainer.precision_plugin.train_step_context(),
         ):
             found = self._module.training_step(batch, *self._further)
-        self._parts.append(logged)
+        if not self.accumulator._step.is_spare:
+            self._parts.append(logged)
         return found
 
     def _loss(self, batch: Any) -> Any:

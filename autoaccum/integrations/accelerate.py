@@ -13,7 +13,7 @@ from autoaccum._engine.options import Options
 from autoaccum._system.attributes import replaced
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._refusals import refusal
+from autoaccum.integrations._refusals import OTHERWISE, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +65,8 @@ def auto_accumulate(
     `autoaccum.Accumulator.backward`. The loader's batch is the batch of an optimizer step, of this process, or one of
     `gradient_accumulation_steps` within `accelerator.accumulate(model)`. Precision, the gradient scaler and these steps
     are the accelerator's. In several processes, gradients are reduced once a batch, weighted by what the loss runs over
-    in all of them; the loss in the report is that of the batches of all processes.
+    in all of them; the loss in the report is that of the batches of all processes. With FSDP2 (`fsdp_version=2`), they
+    run all passes together.
 
     Args:
         accelerator: The accelerator.
@@ -119,20 +120,26 @@ def _in_loss(accelerator: Accelerator, model: nn.Module) -> AbstractContextManag
 
 
 def check_strategy(accelerator: Accelerator) -> None:
-    """Check that an accelerator keeps parameters whole, and reduces gradients nowhere but in DistributedDataParallel.
+    """Check that an accelerator keeps parameters whole, or shards them by FSDP2.
 
     Raises:
         InvalidInputError: It does otherwise.
     """
     name = str(accelerator.distributed_type.value)
     is_parallel = getattr(accelerator, "parallelism_config", None) is not None
-    if is_parallel or not name.startswith(("NO", "MULTI_")):
+    if is_parallel or not (name.startswith(("NO", "MULTI_")) or is_fsdp2(accelerator)):
         raise InvalidInputError(
             f"the accelerator trains with {'a parallelism_config' if is_parallel else name}, which reduces or shards "
-            "gradients in every backward pass, so a rank that fails in one would leave the others waiting; train with "
-            "one process for each GPU (torchrun), FSDP2 models with autoaccum.fit (docs/several-gpus.md), or leave "
-            "auto_accumulate() out"
+            "gradients in every backward pass, so a rank that fails in one would leave the others waiting; use one "
+            "process for each GPU (torchrun), or FSDP with fsdp_version=2. For what stays as it is, leave "
+            f"auto_accumulate() out, and {OTHERWISE}"
         )
+
+
+def is_fsdp2(accelerator: Accelerator) -> bool:
+    """Whether an accelerator shards models by `fully_shard`."""
+    is_fsdp = str(accelerator.distributed_type.value) == "FSDP"
+    return is_fsdp and getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 1) == 2  # noqa: PLR2004 - its name
 
 
 def _check_prepared(accelerator: Accelerator, model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from autoaccum._engine.options import Options
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._lightning_evaluation import STEPS, Evaluating
 from autoaccum.integrations._lightning_training import Training
+from autoaccum.integrations._refusals import OTHERWISE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoAccumulate"]
 
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_SHARDS = "ModelParallelStrategy"
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", _SHARDS)
 _BY_HAND = "autoaccum.Accumulator(module, closure=...).backward(batch)"
 _OWN_MODULES = ("lightning.", "pytorch_lightning.")
 
@@ -104,7 +106,7 @@ class AutoAccumulate(pl.Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Take the place of the strategy's evaluation steps."""
-        if "validation_step" not in vars(trainer.strategy):
+        if "validation_step" not in vars(trainer.strategy) and _kind(trainer.strategy) != _SHARDS:
             evaluating = Evaluating(trainer, self._options)
             for name in STEPS:
                 setattr(trainer.strategy, name, partial(evaluating.run, name))
@@ -121,14 +123,22 @@ class AutoAccumulate(pl.Callback):
         self.teardown(trainer, pl_module, "")
 
 
-def _refuse_strategy(strategy: Any) -> None:
-    """Check that the strategy leaves parameters whole, and gradients to be reduced once."""
+def _kind(strategy: Any) -> str:
+    """Return the name of the class of Lightning's that a strategy is, or is made from."""
     kinds = (kind.__name__ for kind in type(strategy).__mro__ if kind.__module__.startswith(_OWN_MODULES))
-    if next(kinds, "") not in _STRATEGIES:
+    return next(kinds, "")
+
+
+def _refuse_strategy(strategy: Any) -> None:
+    """Check that the strategy leaves parameters whole and gradients to be reduced once, or leaves sharding to FSDP2."""
+    kind = _kind(strategy)
+    shares = strategy.device_mesh["tensor_parallel"].size() if kind == _SHARDS else 1
+    if kind not in _STRATEGIES or shares > 1:
+        of_tensors = f"(tensor_parallel_size={shares})" if shares > 1 else ""
         raise InvalidInputError(
-            f"strategy={type(strategy).__name__}: AutoAccumulate runs micro-batches outside of the strategy and "
-            "reduces gradients itself, which holds for one device and for 'ddp'; use one of them, or leave "
-            "AutoAccumulate out. FSDP2 models train with autoaccum.fit (docs/several-gpus.md)"
+            f"strategy={type(strategy).__name__}{of_tensors}: AutoAccumulate runs micro-batches outside of the strategy"
+            " and reduces gradients itself, which holds for one device, for 'ddp', and for ModelParallelStrategy with "
+            f"fully_shard (FSDP2) alone; use one of them, or leave AutoAccumulate out, and {OTHERWISE}"
         )
 
 

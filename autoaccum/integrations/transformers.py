@@ -23,7 +23,7 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
 from autoaccum.integrations._trainer_logs import held_logs, log_held
-from autoaccum.integrations.accelerate import check_strategy
+from autoaccum.integrations.accelerate import check_strategy, is_fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +42,7 @@ _STEP_EARLY = ("lomo", "adalomo")
 _FLATTENED = "DataCollatorWithFlattening"
 # TRL's trainers that were tried, and the losses of preferences that are no means over pairs.
 _TRIED = {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer"}
+_WITH_FSDP2 = (None, "SFTTrainer")
 _NOT_OF_PAIRS = {"aot": "sorts all pairs", "aot_unpaired": "sorts all pairs", "sft": "is a mean over tokens"}
 _GO_ON = "use it without auto_accumulate(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
@@ -89,7 +90,7 @@ def auto_accumulate(
 
     Raises:
         InvalidInputError: `trainer` is no such class, or has been passed to this function before, or another argument
-            cannot be used. `train()` raises it for DeepSpeed, FSDP and other strategies, several GPUs in one process,
+            cannot be used. `train()` raises it for DeepSpeed, FSDP1 and other strategies, several GPUs in one process,
             optimizers that step in the backward pass, an optimizer step whose batches the class's `training_step` has
             not passed on to that of its base, and `Trainer.log` within `compute_loss`.
     """
@@ -226,6 +227,8 @@ class Windows:
             step: The trainer's own, as a function of a batch.
             inputs: The batch.
         """
+        if is_fsdp2(self._trainer.accelerator):
+            return step(inputs)  # in which all ranks wait for each other
         if self._evaluation is None or self._evaluation.model is not self._trainer.model:
             self._evaluation = EvaluationInParts(self._trainer, self._split, self._notices)
         return self._evaluation.run(step, inputs)
@@ -239,7 +242,8 @@ class Windows:
             loss = trainer.compute_loss(self._model, batch, num_items_in_batch=self._items)
         if self._generates and not self._is_scaled():
             loss = loss / trainer.current_gradient_accumulation_steps
-        self._held.append(held)
+        if self._accumulator is None or not self._accumulator._step.is_spare:
+            self._held.append(held)
         return loss
 
     def _counted_again(self, accumulator: Accumulator, held: Sequence[Held], sizes: Sequence[int]) -> float:
@@ -415,6 +419,8 @@ def _check_trl(trainer: Any) -> None:
         InvalidInputError: Micro-batches do not give the gradient of the whole batch.
     """
     kind = _of_trl(type(trainer))
+    if kind not in _WITH_FSDP2 and is_fsdp2(trainer.accelerator):
+        raise InvalidInputError(f"{kind} was never tried with auto_accumulate() and FSDP2; {_GO_ON}")
     is_dpo, is_kto = kind == "DPOTrainer", kind == "KTOTrainer"
     asked = trainer.args.loss_type if is_dpo else []
     for loss_type in [asked] if isinstance(asked, str) else asked:

@@ -105,8 +105,7 @@ def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_where_the_ranks_star
     rank_pool, tmp_path, undisturbed_spread
 ):
     ended = rank_pool.answers("torchrun_job:train", tmp_path, "lack", wait_s=3, size=2, is_spread=True)
-    assert isinstance(ended[0], autoaccum.RankFailedError), ended
-    assert isinstance(ended[1], autoaccum.StartAgainError), ended
+    assert [type(one) for one in ended] == [autoaccum.StartAgainError] * 2, ended
 
     assert_is_smaller_cut(
         rank_pool.run("torchrun_job:train", tmp_path, "lack", size=2, is_spread=True), undisturbed_spread

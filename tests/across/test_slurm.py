@@ -1,6 +1,5 @@
 """`autoaccum slurm` on a real Slurm: what becomes of jobs that are warned, preempted, cancelled or killed."""
 
-# ruff: noqa: S607 - Slurm's commands are wherever Slurm is
 import contextlib
 import os
 import subprocess

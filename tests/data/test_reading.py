@@ -104,7 +104,10 @@ def test_flattened_sequences_are_refused_with_the_remedy(positions):
     ids = torch.ones(1, len(positions), dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([positions])}
 
-    with pytest.raises(InvalidInputError, match=r"one row of 3 sequences.*collate_fn=list.*ListOfSamples"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"one row of 3 sequences.*collate_fn=list.*ListOfSamples.*split=autoaccum.PackedRows\(\)",
+    ):
         count(batch)
 
     assert count(batch, autoaccum.Along(0)) == 1

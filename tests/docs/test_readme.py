@@ -161,7 +161,7 @@ def test_documentation_is_short():
 
 @pytest.fixture
 def site():
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site.py")
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site_hooks.py")
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
     return hooks

@@ -733,7 +733,7 @@ def test_what_cannot_save_memory_in_the_module_is_refused():
         fitted(Classifier(), vectors(), auto_accumulate(save_memory="checkpoint"))
 
 
-@pytest.mark.parametrize("kind", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"])
+@pytest.mark.parametrize("kind", ["FSDPStrategy", "DeepSpeedStrategy"])
 def test_strategies_that_divide_the_model_are_refused_by_name(kind):
     strategy = object.__new__(getattr(pl.strategies, kind))
     trainer = pl.Trainer(**QUIET)

@@ -119,7 +119,7 @@ def test_others_hold_what_nvml_counts_less_our_share(gpu, monkeypatch, shares, o
 
 
 def test_others_are_named_with_what_they_hold(gpu, monkeypatch):
-    with subprocess.Popen(["sleep", "60"]) as other:  # noqa: S607
+    with subprocess.Popen(["sleep", "60"]) as other:
         shares = [(os.getpid(), GIB), (2**22 + 1, None), (other.pid, 3 * GIB)]
         monkeypatch.setattr(nvml, "pynvml", nvml_with(shares))
         text = describe_neighbours(cuda())

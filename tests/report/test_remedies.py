@@ -146,7 +146,7 @@ def test_what_fits_then_takes_less_than_what_was_tried_and_failed():
 
     def helped(**tried):
         place = replace(MEASURED, device=device, precision="fp32", trials=(), **tried)
-        return remedies.remedies(Asked((tokens, tokens), 256, 256, None, "micro_batch"), place, unchanged, model)[0]
+        return remedies.suggested(Asked((tokens, tokens), 256, 256, None, "micro_batch"), place, unchanged, model)[0]
 
     assert [one.save_memory for one in helped(micro_batch=8)] == ["checkpoint"]
     assert all(one.peak_bytes < unchanged.at(1).reserved_bytes for one in helped(micro_batch=0))

@@ -1,7 +1,5 @@
 """Jobs on the real Slurm that the tests find, submitted by the command line."""
 
-# ruff: noqa: S607 - Slurm's commands are wherever Slurm is
-
 import os
 import re
 import shutil

@@ -57,13 +57,9 @@ def parameters(module):
     return [parameter.detach().tolist() for parameter in module.parameters()]
 
 
-def lightning(rank, size, *, most=(), is_ours=True):  # noqa: C901 - a module and its callbacks
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    import lightning.pytorch as pl  # noqa: PLC0415 - only some ranks need it
-    from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: PLC0415
-
-    from autoaccum.integrations.lightning import AutoAccumulate  # noqa: PLC0415
+def here(rank, size):
+    """Return an environment of Lightning whose processes have joined already."""
+    from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: PLC0415 - only some ranks need it
 
     class Here(LightningEnvironment):
         """Processes that have joined already."""
@@ -84,6 +80,16 @@ def lightning(rank, size, *, most=(), is_ours=True):  # noqa: C901 - a module an
 
         def set_global_rank(self, rank):
             """Keep it."""
+
+    return Here
+
+
+def lightning(rank, size, *, most=(), is_ours=True):
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    import lightning.pytorch as pl  # noqa: PLC0415 - only some ranks need it
+
+    from autoaccum.integrations.lightning import AutoAccumulate  # noqa: PLC0415
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -121,7 +127,7 @@ def lightning(rank, size, *, most=(), is_ours=True):  # noqa: C901 - a module an
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        **({"strategy": "ddp", "devices": size, "plugins": [Here()]} if size > 1 else {}),
+        **({"strategy": "ddp", "devices": size, "plugins": [here(rank, size)()]} if size > 1 else {}),
     )
     loader = part_of_samples(rank, size)
     trainer.fit(module, loader, loader)

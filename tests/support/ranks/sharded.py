@@ -11,14 +11,14 @@ import autoaccum
 from support.ranks import named_losses, training
 
 
-def sharded(model, *, last_layer_is_whole=False):
+def sharded(model, *, last_layer_is_whole=False, stays_gathered=False):
     """Spread a sequence of layers over all ranks, as is usual: the larger layers by themselves, then the whole."""
     if last_layer_is_whole:
         fully_shard(model[0])
         return model
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer)
+            fully_shard(layer, reshard_after_forward=not stays_gathered)
     return fully_shard(model)
 
 
@@ -27,10 +27,12 @@ def whole(outcome):
     return {**outcome, "parameters": [one.full_tensor() for one in outcome["parameters"]]}
 
 
-def train(rank, size, *, norm=False, dropout=0.0, model=None, last_layer_is_whole=False, **arguments):
+def train(
+    rank, size, *, norm=False, dropout=0.0, model=None, last_layer_is_whole=False, stays_gathered=False, **arguments
+):
     model = model or training.net(norm=norm, dropout=dropout)
     training.seeded(rank)
-    model = sharded(model, last_layer_is_whole=last_layer_is_whole)
+    model = sharded(model, last_layer_is_whole=last_layer_is_whole, stays_gathered=stays_gathered)
     return whole(training.train(rank, size, model=model, **arguments))
 
 

@@ -36,9 +36,8 @@ def run(loader, epochs=1, dropout=0.0, **options):
         model,
         loader,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        device="cpu",
         precision="fp32",
         epochs=epochs,
-        **{"shard_data": True, "progress": False} | options,
+        **{"device": "cpu", "shard_data": True, "progress": False} | options,
     )
     return result, model

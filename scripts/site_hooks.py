@@ -1,11 +1,12 @@
 """Hooks of mkdocs: the site's version and links to the repository come from pyproject.toml.
 
-The one setting is `Repository` in `[project.urls]`. Where it is missing, the site has no links to the repository, and
-links from pages to files outside docs/ are shown as plain words.
+The one setting is `address` in `[tool.autoaccum]`, or the variable AUTOACCUM_ADDRESS, by which a workflow says where it
+runs. Without it the site has no links to the repository, and links from pages to files outside docs/ are plain words.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -19,8 +20,9 @@ _OUTSIDE = re.compile(r"(?<!!)\[(?P<words>[^\]]+)\]\((?:\.\./)+(?P<path>[\w./-]+
 
 def project(root: Path = ROOT) -> tuple[str, str]:
     """Return the version, and the repository's address or an empty text."""
-    table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return table["version"], table.get("urls", {}).get("Repository", "").rstrip("/")
+    table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    address = os.environ.get("AUTOACCUM_ADDRESS") or table["tool"]["autoaccum"]["address"]
+    return table["project"]["version"], address.rstrip("/")
 
 
 def with_files(markdown: str, address: str) -> str:
@@ -40,7 +42,7 @@ def with_address(markdown: str, address: str) -> str:
         return markdown
     pictures = re.sub(r"(!\[[^\]]*\]\()(?!https?:)([^)]+)", rf"\1{address}/raw/{BRANCH}/\2", markdown)
     links = re.sub(r"(?<!!)(\[[^\]]*\]\()(?!https?:|#)([^)]+)", rf"\1{address}/blob/{BRANCH}/\2", pictures)
-    return links.replace("git clone ADDRESS", f"git clone {address}")
+    return links.replace("git clone ADDRESS", f"git clone {address}").replace("  # not on a package index yet", "")
 
 
 def on_config(config: Any) -> Any:

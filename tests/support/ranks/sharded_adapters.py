@@ -1,0 +1,233 @@
+"""Trainings by Accelerate, Transformers and Lightning with FSDP2 and autoaccum's adapters, one of which is killed.
+
+Accelerate gives FSDP to accelerators alone; on a machine without one it is told that its processes have some.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+from support.ranks.adapters import Tight, here, part_of_samples
+from support.ranks.sharded_accumulating import whole
+
+STEPS = 6  # two epochs of three batches
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")
+OF_STATE = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def told_of_devices(rank, size):
+    """Let Accelerate take this process for one of several with an accelerator each, whose tensors are on the host."""
+    os.environ |= dict(zip(VARIABLES, (f"{rank}", f"{rank}", f"{size}", "1", "localhost", "1"), strict=True))
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState  # noqa: PLC0415
+
+    try:
+        state = PartialState(cpu=True)
+        state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        yield
+    finally:
+        for kind in (AcceleratorState, GradientState, PartialState):
+            kind._shared_state.clear()
+        for name in list(os.environ):
+            if name in VARIABLES or name.startswith(("FSDP_", "ACCELERATE_")):
+                del os.environ[name]
+
+
+def accelerate(
+    rank, size, folder=None, *, state="full", kill_at=None, resumes=False, most=(), half="no", version=2, plain=False
+):
+    """Train two epochs with Accelerate; return parameters, losses and what was gathered; saves after each batch."""
+    warnings.simplefilter("ignore")
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: PLC0415
+
+    from autoaccum.integrations import accelerate as adapter  # noqa: PLC0415
+
+    with told_of_devices(rank, size):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version,
+            auto_wrap_policy="size_based_wrap",
+            min_num_params=16,
+            state_dict_type=OF_STATE[state],
+            cpu_ram_efficient_loading=False,
+        )
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        model, loss = Tight(dict(most).get(rank)), nn.CrossEntropyLoss()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if version != 1:  # which needs a GPU, but its refusal does not
+            model, optimizer = accelerator.prepare(model, optimizer)
+        backward = adapter.auto_accumulate(
+            accelerator, model, closure=lambda part: loss(model(part[0]), part[1]), micro_batch=4
+        )
+        found = {"losses": [], "gathered": [], "cuts": [], "oom_events": 0}
+        done = 0
+        if resumes:
+            done = max(int(path.name) for path in Path(folder).iterdir())
+            accelerator.load_state(f"{folder}/{done}")
+        batches = [*part_of_samples(rank, size), *part_of_samples(rank, size)]
+        for number, batch in enumerate(batches[done:], done + 1):
+            if number == kill_at:
+                killed()
+            report = backward(batch)
+            found["losses"].append(report.loss)
+            found["cuts"].append(report.micro_batches)
+            found["oom_events"] += report.oom_events
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found["gathered"].append(len(accelerator.gather_for_metrics(batch[1])))
+            if folder is not None:
+                accelerator.save_state(f"{folder}/{number}")
+        state_dict = accelerator.get_state_dict(model)  # whole, on rank 0
+        kept = {name: whole(value).tolist() for name, value in state_dict.items()}
+        return {"parameters": [whole(one).clone() for one in model.parameters()], "state": kept, **found}
+
+
+def accelerate_alone():
+    """The same in one process, without Accelerate."""
+    model, loss = Tight(None), nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for batch in [*part_of_samples(0, 1), *part_of_samples(0, 1)]:
+        value = loss(model(batch[0]), batch[1])
+        value.backward()
+        losses.append(value.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"parameters": [one.detach() for one in model.parameters()], "losses": losses}
+
+
+# --- Lightning --------------------------------------------------------------------------------------------------------
+
+
+def lightning(  # noqa: C901 - a module and its callbacks
+    rank, size, folder=None, *, state="full", kill_at=None, resumes=False, most=(), tensors=1, is_alone=False
+):
+    """Train two epochs with Lightning's ModelParallelStrategy; return parameters, what was logged and the sizes."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    import lightning.pytorch as pl  # noqa: PLC0415 - only some ranks need it
+    from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: PLC0415
+
+    from autoaccum.integrations.lightning import AutoAccumulate  # noqa: PLC0415
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Tight(dict(most).get(rank))
+
+        def configure_model(self):
+            if not is_alone:
+                mesh = self.device_mesh["data_parallel"]
+                fully_shard(self.net.body[0], mesh=mesh)
+                fully_shard(self.net, mesh=mesh)
+
+        def training_step(self, batch):
+            loss = functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, sync_dist=True)
+            self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+            return loss
+
+        def validation_step(self, batch):
+            outputs = self.net(batch[0])
+            self.log("right", (outputs.argmax(1) == batch[1]).double().mean(), sync_dist=True, batch_size=len(batch[0]))
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    class Watch(pl.Callback):
+        found = ()
+
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step + 1 == kill_at:
+                killed()
+
+        def on_train_batch_end(self, trainer, *_):
+            self.found = (*self.found, *((callback.report.micro_batches,) if not is_alone else ()))
+
+        def on_train_epoch_end(self, trainer, *_):
+            if folder is not None:
+                trainer.save_checkpoint(f"{folder}/{trainer.global_step}.ckpt")
+
+    callback, watch, module = AutoAccumulate(micro_batch=4), Watch(), Module()
+    strategy = {}
+    if not is_alone:
+        strategy["strategy"] = ModelParallelStrategy(
+            data_parallel_size=size // tensors,
+            tensor_parallel_size=tensors,
+            save_distributed_checkpoint=state == "sharded",
+        )
+        strategy |= {"devices": size, "plugins": [here(rank, size)()]}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        callbacks=[watch] if is_alone else [callback, watch],
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        gradient_clip_val=0.5,
+        **strategy,
+    )
+    loader = part_of_samples(rank, 1 if is_alone else size)
+    last = max((int(path.stem) for path in Path(folder).glob("*.ckpt")), default=0) if resumes else 0
+    trainer.fit(module, loader, loader, ckpt_path=f"{folder}/{last}.ckpt" if resumes else None)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    parameters = [whole(one).clone() for one in module.parameters()]
+    return {"parameters": parameters, "logged": logged, "sizes": watch.found, "steps": trainer.global_step}
+
+
+# --- Transformers and TRL ---------------------------------------------------------------------------------------------
+
+
+def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resumes=False):
+    """Train with `Trainer` or SFTTrainer; return parameters and the log. On one process, as it is."""
+    warnings.simplefilter("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers  # noqa: PLC0415 - slow
+    from transformers.trainer_utils import get_last_checkpoint  # noqa: PLC0415
+
+    from autoaccum.integrations.transformers import auto_accumulate  # noqa: PLC0415
+    from support.models import trainers  # noqa: PLC0415
+
+    class Killing(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step + 1 == kill_at:
+                killed()
+
+    own = {"per_device_train_batch_size": 12 // size, "per_device_eval_batch_size": 12 // size, "max_grad_norm": 0.5}
+    own |= {"eval_strategy": "epoch", "num_train_epochs": 2, "lr_scheduler_type": "constant", "save_strategy": "steps"}
+    own |= {"save_steps": 1 if size > 1 else 100}
+    with told_of_devices(rank, size) if size > 1 else contextlib.nullcontext():
+        if size > 1:
+            layer = "GPT2Block" if kind == "gpt2" else "LlamaDecoderLayer"
+            config = {"version": 2, "state_dict_type": OF_STATE[state], "transformer_layer_cls_to_wrap": [layer]}
+            config |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+            own |= {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+        given = {"resume": get_last_checkpoint(str(folder))} if resumes else {}
+        if kind == "gpt2":
+            made = auto_accumulate(transformers.Trainer, micro_batch=4) if size > 1 else transformers.Trainer
+            done = trainers.trained(made, folder, kind, samples=24, callbacks=[Killing()], **own, **given)
+        else:
+            import trl  # noqa: PLC0415
+
+            from support.models import trl_trainers  # noqa: PLC0415
+
+            made = auto_accumulate(trl.SFTTrainer, micro_batch=4) if size > 1 else trl.SFTTrainer
+            done = trl_trainers.trained(made, "sft", folder, samples=24, **own)
+        parameters = [whole(one).clone() for one in done.model.parameters()]
+        return {"parameters": parameters, "log": trainers.history(done)}
