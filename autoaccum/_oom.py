@@ -215,7 +215,7 @@ def first_line(exception: BaseException) -> str:
     return line if len(line) <= _FIRST_LINE_CHARS else line[: _FIRST_LINE_CHARS - 1] + "…"
 
 
-def let_go(exception: BaseException) -> None:
+def clear_traceback_frames(exception: BaseException) -> None:
     """Clear the frames that the exception keeps alive, with its causes, contexts and exceptions in groups.
 
     The traceback holds the frames, the frames hold the local variables, and those hold the activations of the failed

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from workloads import GPU_WORKLOADS, WORKLOADS, cut, each, placed
 
 from autoaccum._memory.host import Host
-from autoaccum._oom import first_line, is_oom, let_go
+from autoaccum._oom import clear_traceback_frames, first_line, is_oom
 
 FINDERS = {
     "autoaccum": "autoaccum",
@@ -310,7 +310,7 @@ def by_halving(workload, model, optimizer, watched, _finder):
             except Exception as error:
                 if not is_oom(error):
                     raise
-                let_go(error)
+                clear_traceback_frames(error)
             else:
                 return size, seconds
             optimizer.zero_grad()
@@ -332,7 +332,7 @@ def fits(_connection, name, size):
     except Exception as error:
         if not is_oom(error):
             raise
-        let_go(error)
+        clear_traceback_frames(error)
         return False
     return True
 

@@ -82,7 +82,7 @@ STAGES: tuple[tuple[tuple[Part, ...], ...], ...] = (
     ((Part("throughput", "GPT-2: tokens a second", 50, ("transformers",), 40),),),
     ((Part("probe", "The probe against the truth", 34, ("transformers", "torchvision"), 40),),),
     ((Part("finders", "Other finders", 28, ("lightning", "accelerate", "transformers", "torchvision"), 16),),),
-    ((Part("saving", "memory= with peaks and seconds", 88, ("transformers",), 40),),),
+    ((Part("saving", "save_memory= with peaks and seconds", 88, ("transformers",), 40),),),
     ((Part("resnet101", "ResNet-101, target batch 100 where 50 fit", 18, ("torchvision",), 16),),),
 )
 

@@ -12,10 +12,10 @@ from autoaccum._oom import (
     DEVICE_LOST_SIGNS,
     OOM_SIGNS,
     TOO_LARGE_SIGNS,
+    clear_traceback_frames,
     first_line,
     is_device_lost,
     is_too_large,
-    let_go,
 )
 from autoaccum.errors import DoesNotFitError
 
@@ -275,7 +275,7 @@ def test_letting_go_frees_what_the_frames_hold(how):
         kept = exception
     pinned = [reference() is not None for reference in bound]
 
-    let_go(kept)
+    clear_traceback_frames(kept)
 
     assert all(pinned)
     assert all(reference() is None for reference in bound)
@@ -286,6 +286,6 @@ def test_causes_that_form_a_circle_end():
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__, two.__context__ = two, one, one
 
-    let_go(one)
+    clear_traceback_frames(one)
 
     assert not is_oom(one)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from autoaccum._cli.exit_codes import MEANINGS, ExitCode, code_for, complain
-from autoaccum._system.output import Dropping
+from autoaccum._system.output import BrokenPipeSafe
 from autoaccum.errors import AutoaccumError
 
 # Where a command is, and what it does.
@@ -92,4 +92,4 @@ def main() -> None:
         cli(prog_name="autoaccum")
     finally:
         for stream in (sys.stdout, sys.stderr):
-            Dropping(stream).flush()
+            BrokenPipeSafe(stream).flush()

@@ -35,7 +35,7 @@ from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.sample_choices import MOST_SAMPLES, choices
 from autoaccum._loss.settling import NotSettled, PartWeights, Totals, settle
 from autoaccum._loss.summand_weights import all_predicted
-from autoaccum._oom import is_device_lost, is_oom, is_too_large, let_go
+from autoaccum._oom import clear_traceback_frames, is_device_lost, is_oom, is_too_large
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class RankPeers(Peers):
         except Exception as error:
             if steps.made != before or not is_oom(error) or is_device_lost(error):
                 raise
-            let_go(error)
+            clear_traceback_frames(error)
         self._step.memory.release()
         return steps.commit()
 

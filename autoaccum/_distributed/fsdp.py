@@ -25,7 +25,7 @@ from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import BeginAgain
 from autoaccum._loss.known_shares import Nothing
 from autoaccum._loss.sample_choices import choices
-from autoaccum._oom import first_line, is_oom, let_go
+from autoaccum._oom import clear_traceback_frames, first_line, is_oom
 from autoaccum._sizing.backoff import wait_for_memory
 from autoaccum._sizing.planner import balanced
 from autoaccum._system.attributes import replaced
@@ -196,7 +196,7 @@ class ShardedRankPeers(RankPeers):
             except Exception as error:
                 if not (self._step.is_spare and is_oom(error) and wait_for_memory(tries, may_wait=True)):
                     raise
-                let_go(error)
+                clear_traceback_frames(error)
             else:
                 return
             self._step.memory.release()

@@ -16,7 +16,7 @@ from autoaccum._data.splits import is_default
 from autoaccum._engine.optimizers import name_of
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._memory.limits import describe_room
-from autoaccum._oom import let_go
+from autoaccum._oom import clear_traceback_frames
 from autoaccum._saving.savings import ways_left
 from autoaccum.errors import DoesNotFitError
 
@@ -49,7 +49,7 @@ def sample_of(window: Window, index: int) -> str:
     try:
         batch = window.cut(index, index + 1)
     except Exception as error:  # noqa: BLE001 - a collator that fails, by lack of memory or else, must not hide the error
-        let_go(error)
+        clear_traceback_frames(error)
         return window.named(index) or ONE_SAMPLE
     return described(batch, window.named(index), has_rows=is_default(window.split))
 

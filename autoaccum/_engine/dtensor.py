@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_OTHERWISE = (
-    "train in a function with @autoaccum.find_executable_micro_batch(target=...), or a script under `autoaccum run`"
+# What there is for models and trainings that are refused.
+OTHERWISE = (
+    "train in a function with @autoaccum.find_executable_micro_batch(target=...), or run the script under `autoaccum "
+    "run`"
 )
 
 
@@ -122,12 +124,12 @@ def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, 
             if mesh is not None and (size := mesh.size()) != ranks:
                 raise InvalidInputError(
                     f"parameter {name!r} is spread over {size} ranks, and this training has {ranks}, each with samples "
-                    f"of its own; spread it over all of them, or {_OTHERWISE}"
+                    f"of its own; spread it over all of them, or {OTHERWISE}"
                 )
             if mesh is not None and (parameter not in theirs or not _is_of_data(placements)):
                 raise InvalidInputError(
                     f"parameter {name!r} is a DTensor of {placements}, as tensor parallelism makes it, whose "
-                    f"ranks share samples; use fully_shard alone, or {_OTHERWISE}"
+                    f"ranks share samples; use fully_shard alone, or {OTHERWISE}"
                 )
             if parameter.requires_grad and mesh is None:
                 raise InvalidInputError(
@@ -145,7 +147,7 @@ def _check_group(group: Any) -> None:
     if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
         raise InvalidInputError(
             "offload_policy=CPUOffloadPolicy(...) keeps parameters on the host, and autoaccum trains what is on the "
-            f"device; leave it out, or {_OTHERWISE}"
+            f"device; leave it out, or {OTHERWISE}"
         )
     if getattr(group, "gradient_divide_factor", None) is not None:
         raise InvalidInputError(

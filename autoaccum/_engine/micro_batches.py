@@ -23,7 +23,7 @@ from autoaccum._loss.known_shares import BySamples, SingleMicroBatch, go_by_samp
 from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum._loss.summands import is_same
 from autoaccum._loss.window_weights import WindowWeights
-from autoaccum._oom import is_oom, let_go
+from autoaccum._oom import clear_traceback_frames, is_oom
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class MicroBatches:
         except Exception as error:
             if not (knowledge.is_torch_loss and is_oom(error)):
                 raise
-            let_go(error)
+            clear_traceback_frames(error)
             knowledge.do_without_check()
             step.memory.release()
             if step.savepoint.unrestored is not None:  # that failed, too; once more, or else the window fails

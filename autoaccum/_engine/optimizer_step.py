@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._memory._storages import Transients
-from autoaccum._oom import first_line, is_oom, let_go
+from autoaccum._oom import clear_traceback_frames, first_line, is_oom
 from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class OptimizerSteps:
             if not any(group.get("fused") or _uses_lists(group) for group in optimizer.param_groups):
                 self._is_unseen |= copy.was_written_unseen()
         except (RuntimeError, TypeError, MemoryError) as error:  # the step is done, so nothing may fail any more
-            let_go(error)
+            clear_traceback_frames(error)
             self._is_unseen = True
 
     def _held(self) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
 from autoaccum._arguments import listed
-from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
+from autoaccum._oom import clear_traceback_frames, first_line, is_device_lost, is_oom, is_too_large
 from autoaccum._records import MemoryEvent
 from autoaccum.errors import InvalidInputError
 
@@ -55,7 +55,7 @@ def resolvable_oom(
             "from the same data; let the model work on a copy (inputs.clone())"
         ) from error
     event = MemoryEvent(phase.value, size, first_line(error))
-    let_go(error)
+    clear_traceback_frames(error)
     return event
 
 

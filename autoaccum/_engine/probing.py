@@ -24,7 +24,7 @@ from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.known_shares import SingleMicroBatch
 from autoaccum._memory.available_devices import backend_for
-from autoaccum._oom import is_oom, let_go
+from autoaccum._oom import clear_traceback_frames, is_oom
 from autoaccum._records import ProbeResult, Trial
 from autoaccum._saving.savings import Savings
 from autoaccum._sizing.frontier import Frontier
@@ -232,8 +232,8 @@ class Trials:
                 started = time.perf_counter()
             self._one_step(size)
             memory.synchronize()
-            if (excess := memory.excess(memory.peak_bytes())) is not None:
-                raise torch.OutOfMemoryError(excess)  # noqa: TRY301 - as an allocator would, and undone in the same way
+            if (overrun := memory.describe_overrun(memory.peak_bytes())) is not None:
+                raise torch.OutOfMemoryError(overrun)  # noqa: TRY301 - as an allocator would, and undone in the same way
         except Exception as error:
             # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
@@ -243,7 +243,7 @@ class Trials:
             if event is None:
                 raise
             self.oom_event, fits = event, False
-            let_go(error)
+            clear_traceback_frames(error)
         elapsed_s = time.perf_counter() - started
         peak = memory.peak_bytes() if fits else None
         if fits:

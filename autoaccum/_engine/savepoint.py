@@ -22,7 +22,7 @@ from autoaccum._engine.dtensor import is_spread
 from autoaccum._engine.metric_counts import counted_by, is_metric, put_back
 from autoaccum._engine.tensor_values import address_of, are_same, is_plain, is_sparse, sum_of, write
 from autoaccum._loss.closures import used_by
-from autoaccum._oom import is_oom, let_go
+from autoaccum._oom import clear_traceback_frames, is_oom
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -221,7 +221,7 @@ class SavedState:
         except Exception as error:
             if self._sums is None or not is_oom(error):
                 raise
-            let_go(error)
+            clear_traceback_frames(error)
             self._sums = None  # sums need memory; counters, which do not see every write, need none
             keys |= self._moved_of_watched()
         for module in self._savepoint.modules:

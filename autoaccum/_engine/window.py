@@ -228,7 +228,7 @@ class Engine:
         self.checks_all = bool(window.samples) and self.checks.are_due(window)
         self._is_steady = bool(window.samples) and not (self.checks_all or self.sizing.is_learning)
         if step.memory.is_soft:
-            step.memory.exempt(window.data_bytes())
+            step.memory.exclude_loader_batches(window.data_bytes())
             if not self._is_steady:  # what loaders, callbacks and evaluations took is not the window's
                 self._room.measure(tuple(map(tuple, window.widths())))
         if self._is_steady:

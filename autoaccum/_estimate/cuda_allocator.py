@@ -185,7 +185,7 @@ class CachingAllocator:
         del blocks[bisect_left(blocks, (block.size, block.number))]
 
 
-def serve(timeline: Timeline, capacity_bytes: int | None = None) -> CachingAllocator | None:
+def replay_step(timeline: Timeline, capacity_bytes: int | None = None) -> CachingAllocator | None:
     """Replay a step from the middle of training, with the cache left by the previous step.
 
     Args:

@@ -47,7 +47,7 @@ class NoFakesError(Exception):
     """A step cannot be traced on fakes, for the reason in the message."""
 
 
-class Stage:
+class FakeCopies:
     """Fakes of one job's modules and optimizer on one device.
 
     Args:

@@ -35,7 +35,7 @@ from autoaccum._estimate import cuda_dispatch
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
 from autoaccum._estimate.cuda_kernels import workspace
-from autoaccum._estimate.fake import Stage, ValuesAssumed, batch_like, keep_every_layer
+from autoaccum._estimate.fake import FakeCopies, ValuesAssumed, batch_like, keep_every_layer
 from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
@@ -153,7 +153,7 @@ class FakeStep:
 
     def _staged(self) -> TrainingStep:
         job, notices = self._job, Notices(silent=True)
-        stage = Stage(self._device)
+        stage = FakeCopies(self._device)
         model = stage.copied(job.model)
         keep_every_layer(model)
         loss = stage.copied(job.loss) if isinstance(job.loss, nn.Module) else job.loss

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoaccum._estimate.allocation_trace import between
-from autoaccum._estimate.cuda_allocator import serve
+from autoaccum._estimate.cuda_allocator import replay_step
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
 from autoaccum._estimate.footprint import footprint_of
 from autoaccum._estimate.gpu_properties import properties_of
@@ -100,7 +100,7 @@ class Estimate:
         step = self.timeline(size)
         fits = step.peak().live_bytes <= room_bytes
         if self.gpu is not None and fits:
-            fits = serve(step, room_bytes) is not None
+            fits = replay_step(step, room_bytes) is not None
         self._fits[size, room_bytes] = fits
         return fits
 
@@ -151,7 +151,7 @@ def _footprint(timeline: Timeline, gpu: GPU | None, room_bytes: int | None = Non
     if gpu is None:
         return footprint_of(timeline)
     step = _with_cublas(timeline, gpu)
-    served = serve(step, gpu.free_bytes if room_bytes is None else room_bytes) or serve(step)
+    served = replay_step(step, gpu.free_bytes if room_bytes is None else room_bytes) or replay_step(step)
     assert served is not None
     return footprint_of(step, served.peak_allocated_bytes, served.peak_reserved_bytes)
 

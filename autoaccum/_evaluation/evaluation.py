@@ -25,7 +25,7 @@ from autoaccum._loss.evaluated import Share, is_ambiguous, is_read, share_of
 from autoaccum._loss.knowledge import RecheckWindow
 from autoaccum._loss.loss_values import in_full, is_pair
 from autoaccum._loss.modes import evaluation_mode
-from autoaccum._oom import is_oom, is_too_large, let_go
+from autoaccum._oom import clear_traceback_frames, is_oom, is_too_large
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError
@@ -176,7 +176,7 @@ class Evaluator:
             if not (is_oom(error) or is_too_large(error)):
                 error.add_note("autoaccum: found by evaluating a few samples of val_loader before training")
                 raise
-            let_go(error)
+            clear_traceback_frames(error)
         self._step.memory.release()
 
     def _try_first(self, windows: Iterator[Window], most: int | None) -> None:

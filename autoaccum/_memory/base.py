@@ -36,8 +36,8 @@ class MemoryBackend(ABC):
         has_own_limit: Whether even a limit of None enforces something: a capacity that no allocator knows of.
         is_limited: Whether a limit is in force now.
         limit_bytes: That limit; None without one.
-        is_soft: Whether it is one that allocations may exceed: peaks are compared with it (`excess`), and `reset_peak`
-            is called before each window that is to be measured, `stop_measuring` before each other one.
+        is_soft: Whether it is one that allocations may exceed: peaks are compared with it (`describe_overrun`), and
+            `reset_peak` is called before each window that is to be measured, `stop_measuring` before each other one.
     """
 
     fails_cleanly: bool = True
@@ -136,13 +136,13 @@ class MemoryBackend(ABC):
     def stop_measuring(self) -> None:  # noqa: B027 - most devices count peaks at no cost
         """Do without peaks until the next `reset_peak`, if counting them costs time."""
 
-    def exempt(self, data_bytes: int) -> None:  # noqa: B027 - most devices have no such limit
+    def exclude_loader_batches(self, data_bytes: int) -> None:  # noqa: B027 - most devices have no such limit
         """Leave what batches of the loader take beyond those of the first call of this out of a soft limit.
 
         A loader's batch may be larger than the limit, and a window may take from two of them.
         """
 
-    def excess(self, peak_bytes: int | None) -> str | None:  # noqa: ARG002 - most devices have no such limit
+    def describe_overrun(self, peak_bytes: int | None) -> str | None:  # noqa: ARG002 - most devices have no such limit
         """Return in words by how much a peak is above a soft limit; None if it is not, or there is none."""
         return None
 

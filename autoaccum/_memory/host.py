@@ -321,7 +321,7 @@ class Host(MemoryBackend):
         self._highest_bytes = max(self._highest_bytes, peak)
         return peak
 
-    def exempt(self, data_bytes: int) -> None:
+    def exclude_loader_batches(self, data_bytes: int) -> None:
         """Count no batch of the loader beyond those of the first window, which was drawn before `counted`."""
         self._data_then = data_bytes if self._data_then is None else self._data_then
         self._data_bytes = max(0, data_bytes - self._data_then)
@@ -330,7 +330,7 @@ class Host(MemoryBackend):
             room = _data_bytes() + free - free // _RESERVE
             _hard_limit.raise_to(min(self._hard_bytes + self._data_bytes, room))
 
-    def excess(self, peak_bytes: int | None) -> str | None:
+    def describe_overrun(self, peak_bytes: int | None) -> str | None:
         """Return in words by how much a peak is above the limit in force, and which limit would do."""
         if not self.is_soft or peak_bytes is None or self.limit_bytes is None:
             return None

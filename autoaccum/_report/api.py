@@ -34,7 +34,7 @@ from autoaccum._estimate.ranks import in_buckets, sharding
 from autoaccum._loss.calls import Calls
 from autoaccum._loss.loss_sources import check_loss_reduction
 from autoaccum._memory.limits import parse_size
-from autoaccum._oom import first_line, let_go
+from autoaccum._oom import clear_traceback_frames, first_line
 from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loaders import first_batches, samples_of
@@ -288,7 +288,7 @@ def _with_footprint(
         if raised_here(error) and not isinstance(error, InvalidInputError):
             raise
         notices.say(f"what takes the memory on {measured.name}: {first_line(error)}")
-        let_go(error)
+        clear_traceback_frames(error)
         return measured, None
     if measured.peak_bytes is not None:
         of_model = 0 if measured.device.holds_model else step.parameters_bytes + step.buffers_bytes

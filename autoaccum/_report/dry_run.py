@@ -13,7 +13,7 @@ import torch
 from autoaccum._data.batches import Window, count
 from autoaccum._engine.probing import Trials, without_moving_weights
 from autoaccum._memory.limits import format_bytes
-from autoaccum._oom import is_oom, is_too_large, let_go
+from autoaccum._oom import clear_traceback_frames, is_oom, is_too_large
 from autoaccum._report.records import Pace
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError
@@ -58,7 +58,7 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
     except Exception as error:
         if not (is_oom(error) or is_too_large(error)):
             raise
-        let_go(error)
+        clear_traceback_frames(error)
         return None
     finally:
         trials.end()
@@ -120,6 +120,6 @@ def _doubts_of_loss(step: TrainingStep, batch: Any, plan: Plan) -> list[str]:
     except Exception as error:
         if not (is_oom(error) or is_too_large(error)):
             raise
-        let_go(error)
+        clear_traceback_frames(error)
         return []
     return [*warnings, *step.objective.knowledge.said.texts]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._memory.simulated import Simulated
-from autoaccum._oom import first_line, let_go
+from autoaccum._oom import clear_traceback_frames, first_line
 from autoaccum._report.records import Predicted, Remedy
 from autoaccum._saving.savings import AUTO, OFFLOAD, check_place, check_savings, in_force, ways_left
 from autoaccum._system.own_code import raised_here
@@ -59,7 +59,7 @@ def suggested(
             if raised_here(error) and not isinstance(error, InvalidInputError):
                 raise
             failed.append(f"save_memory={name!r} ({type(error).__name__}: {first_line(error)})")
-            let_go(error)
+            clear_traceback_frames(error)
         else:
             helpful += [remedy] if remedy is not None else []
     return tuple(sorted(helpful, key=lambda one: (-one.micro_batch, one.peak_bytes))), failed

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from autoaccum._arguments import is_one_of, listed, shown
-from autoaccum._oom import let_go
+from autoaccum._oom import clear_traceback_frames
 from autoaccum._saving.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._saving.chunked_head import chunked, find_heads
 from autoaccum._saving.replaced_forward import are_compiled, forward_replaced, is_compiled, is_replaced
@@ -110,7 +110,7 @@ class Savings:
             except AVOIDABLE as error:
                 if is_past_return() or not self._climbs(error):
                     raise
-                let_go(error)
+                clear_traceback_frames(error)
             # After the handler: inside it the traceback still pins the activations.
             self._memory.release()
             on_climb()

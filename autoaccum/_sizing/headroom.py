@@ -83,13 +83,13 @@ class Headroom:
                 peak = self._held_bytes + extra
             self._recent = max(self._recent or 0, peak)
             self.peak_bytes = max(self.peak_bytes or 0, peak)
-            excess = memory.excess(peak)
-            if excess is None:
+            overrun = memory.describe_overrun(peak)
+            if overrun is None:
                 self._excess_bytes = None
             # Smaller sizes need not take less: oneDNN keeps memory for each size that it has met.
             elif self._excess_bytes is None or peak < _LESS * self._excess_bytes:
                 self._excess_bytes = peak
-                return f"a window is above the limit ({excess})"
+                return f"a window is above the limit ({overrun})"
         retries = memory.alloc_retries()
         risen = self._retries is not None and retries > self._retries
         self._retries = retries

@@ -86,9 +86,9 @@ class Learner:
             torch.OutOfMemoryError: It is above the limit, and can hardly be made smaller.
         """
         self.peak_bytes = max(self.peak_bytes or 0, peak or 0) or None
-        if (excess := self._cutter.memory.excess(peak)) is not None:
+        if (overrun := self._cutter.memory.describe_overrun(peak)) is not None:
             if size <= _UNDIVIDED:
-                raise torch.OutOfMemoryError(excess)
+                raise torch.OutOfMemoryError(overrun)
             self._note(Trial(size, fits=False, peak_bytes=peak, elapsed_s=elapsed_s), widths)
             if extra is not None and start:
                 self._cutter.frontier.measure(size, widths, extra)

@@ -39,7 +39,7 @@ def _is_taken(level: int) -> bool:
 
 def write_line(text: str) -> None:
     """Write a line to the current `sys.stderr`, which can be None, or drop it."""
-    stream = Dropping(sys.stderr)
+    stream = BrokenPipeSafe(sys.stderr)
     stream.write(f"{text}\n")
     stream.flush()
 
@@ -64,7 +64,7 @@ def drop_pending(stream: Any) -> None:
                 os.close(kept)
 
 
-class Dropping:
+class BrokenPipeSafe:
     """A text stream that drops output that cannot be written, for libraries that write to it themselves.
 
     Args:

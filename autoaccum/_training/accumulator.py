@@ -22,7 +22,7 @@ from autoaccum._engine.dtensor import check_sharded, least_size, refuse_sharded
 from autoaccum._engine.options import Options
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
-from autoaccum._oom import is_oom, let_go
+from autoaccum._oom import clear_traceback_frames, is_oom
 from autoaccum._saving.savings import Savings
 from autoaccum._sizing.cache import CacheEntry, PlanCache
 from autoaccum._sizing.events import Events
@@ -307,7 +307,7 @@ def _entries(
         except Exception as error:
             if not is_oom(error):
                 raise
-            let_go(error)  # nothing is known, and the batch itself is run with smaller micro-batches
+            clear_traceback_frames(error)  # nothing is known, and the batch itself is run with smaller micro-batches
             return CacheEntry(step.memory)
         key = key_of(
             step.objective.modules,

@@ -29,12 +29,12 @@ from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_ran
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum._training.checkpoint_settings import EVERY, check_saving
-from autoaccum._training.console import OtherRank, TellsChoices, progress_for
+from autoaccum._training.console import OomOnlyProgress, TellsChoices, progress_for
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.one_call import Call
 from autoaccum._training.rank_coordination import Coordinator
-from autoaccum._training.restore_on_failure import Untouched
+from autoaccum._training.restore_on_failure import RestoreOnFailure
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -257,12 +257,12 @@ def fit(
     limit_bytes = options.limit_bytes(backend)
     shown = progress_for(progress if rank == 0 else False, backend, limit_bytes, counts)
     if rank and progress is not False:
-        shown = OtherRank(rank)
+        shown = OomOnlyProgress(rank)
     savings = options.savings(backend)
-    untouched = Untouched(backend.device, folders, (loader, val_loader))
-    with AtWork("fit", model, nests=True), untouched, joined(backend) as ranks:
+    restoring = RestoreOnFailure(backend.device, folders, (loader, val_loader))
+    with AtWork("fit", model, nests=True), restoring, joined(backend) as ranks:
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
-        untouched.keep_rates(step.optimizer, scheduler)
+        restoring.keep_rates(step.optimizer, scheduler)
         earlier = None if saving is None else saving.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         grows_from = None
@@ -307,7 +307,7 @@ def fit(
             noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
         )
         training = Training(call)
-        untouched.training = training
+        restoring.training = training
         if lr_scaling is not None:
             optimizers.scale_learning_rate(
                 step.optimizer,

@@ -82,7 +82,7 @@ class Checkpoints:
             CheckpointError: The folder cannot be written to.
         """
         tell = self._world.of_all
-        if not self._world.decides:
+        if not self._world.is_main:
             while (said := tell("folder", None)[0]) is None:
                 pass
             if isinstance(said, CheckpointError):
@@ -212,12 +212,12 @@ class Checkpoints:
         state, kept, contents, world = self._progress.state, self._lifecycle.kept, self._contents, self._world
         parts = path = None
         if world.ranks is not None:
-            parts = world.ranks.exchange("state", {**contents.part(state, kept), "loader": world.gives})
-        if world.decides or contents.is_sharded:
+            parts = world.ranks.exchange("state", {**contents.part(state, kept), "loader": world.loader_mode})
+        if world.is_main or contents.is_sharded:
             with contents.taken(state, kept, parts) as content:
                 if world.ranks is not None and contents.is_sharded:
                     content = gathered(world.ranks, content)  # noqa: PLW2901 - whole tensors in place of parts
-                if world.decides:
+                if world.is_main:
                     path = self.storage.write(content, state.windows, val_loss=state.val_loss)
                     self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
         path = Path(world.of_all("written", None if path is None else str(path))[0])

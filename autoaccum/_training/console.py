@@ -23,7 +23,7 @@ from autoaccum._memory.limits import format_bytes
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.events import oom_text
 from autoaccum._sizing.planner import format_cut
-from autoaccum._system.output import Dropping, is_terminal, log
+from autoaccum._system.output import BrokenPipeSafe, is_terminal, log
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class TellsChoices(Callback):
     on_trial = on_oom = on_step = on_fit_end = _tell
 
 
-class OtherRank(Callback):
+class OomOnlyProgress(Callback):
     """Of a rank other than 0, says only that it ran out of memory, which no other rank sees."""
 
     def __init__(self, rank: int) -> None:
@@ -310,7 +310,7 @@ class RichProgress(LineProgress):
         """Begin to draw."""
         super().on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         # Made here rather than in __init__, so that it draws on the stderr of the call.
-        self._bar = _Bar(self._console or Console(file=cast("IO[str]", Dropping(sys.stderr))), self._total_steps)
+        self._bar = _Bar(self._console or Console(file=cast("IO[str]", BrokenPipeSafe(sys.stderr))), self._total_steps)
         self._last_shown = -math.inf  # the first figures at once
         self._bar.start()
 

@@ -73,7 +73,7 @@ class Interrupts:
         stop = 0 if self._lifecycle.observers.reason is None else STOP
         if self._checkpoints is None:
             return stop
-        is_due = self._world.decides and self._checkpoints.is_due(self._progress.state.windows + ahead)
+        is_due = self._world.is_main and self._checkpoints.is_due(self._progress.state.windows + ahead)
         is_due = is_due or self._watch.is_save_requested
         return stop | (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
 
@@ -94,7 +94,7 @@ class Interrupts:
     def after_evaluation(self) -> None:
         """Save after an evaluation with the lowest loss so far."""
         if self._checkpoints is not None:
-            is_best = self._world.decides and self._checkpoints.has_best_state
+            is_best = self._world.is_main and self._checkpoints.has_best_state
             if any(self._world.of_all("best", is_best)):
                 self._save()
 

@@ -63,7 +63,7 @@ class Training:
         self._lifecycle = PlanLifecycle(call, self._progress)
         self._observers = self._lifecycle.observers
         on_nan, world = call.step.options.on_nan, call.world
-        self._finiteness = Finiteness(call.step, on_nan, is_first=world.decides, is_alone=world.is_alone)
+        self._finiteness = Finiteness(call.step, on_nan, is_first=world.is_main, is_alone=world.is_alone)
         self._checkpoints: Checkpoints | None = None
         if call.saving is not None:
             self._checkpoints = Checkpoints(call, call.saving, self._progress, self._lifecycle, self._finiteness)

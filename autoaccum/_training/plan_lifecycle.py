@@ -331,7 +331,7 @@ class PlanLifecycle:
             rest = None if self.current.is_past_return else self._rest(error)
             if rest is None:
                 raise
-            _oom.let_go(error)
+            _oom.clear_traceback_frames(error)
         else:
             self._note_fastest()
             return report, None

@@ -266,9 +266,9 @@ class TrainingProgress:
     def taken_over(self, state: LoopState) -> LoopState:
         """Return the state from which this training resumes, given that of other processes."""
         position = state.position if state.position.batches else replace(state.position, loader_state=None)
-        if not self._world.decides:  # what rank 0 draws in its dataset is its own
+        if not self._world.is_main:  # what rank 0 draws in its dataset is its own
             position = replace(position, memory=of_order(position.memory))
         # Only rank 0 keeps the random state: it draws the order of the coming epochs.
         return replace(
-            state, position=position, random=state.random if self._world.decides else self._call.random.take()
+            state, position=position, random=state.random if self._world.is_main else self._call.random.take()
         )

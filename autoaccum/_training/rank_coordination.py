@@ -99,7 +99,7 @@ class Coordinator:
         return self.ranks is None
 
     @property
-    def decides(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process takes decisions that depend on clocks, writes checkpoints and prints for all."""
         return self.ranks is None or self.ranks.rank == 0
 
@@ -209,7 +209,7 @@ class Coordinator:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     @property
-    def gives(self) -> str:
+    def loader_mode(self) -> str:
         """What the loader of each rank gives, as a checkpoint says it."""
         return _SHARED if self._shards else _OWN
 
@@ -221,7 +221,7 @@ class Coordinator:
         """
         parts = content.get("ranks") or [content]
         rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
-        wrote, here = str(parts[0].get("loader", _OWN)), self.gives
+        wrote, here = str(parts[0].get("loader", _OWN)), self.loader_mode
         if len(parts) == size and (size == 1 or wrote == here):
             found: Mapping[str, Any] = parts[rank]
             return found

@@ -16,7 +16,7 @@ from torch import distributed
 
 from autoaccum._arguments import check_function, check_positive_int
 from autoaccum._memory.available_devices import backend_for, find_accelerator
-from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
+from autoaccum._oom import clear_traceback_frames, first_line, is_device_lost, is_oom, is_too_large
 from autoaccum._system import launched
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
@@ -88,7 +88,7 @@ def find_executable_micro_batch(
                             _tell(attempt, _FAILED)
                         raise
                     said = first_line(error)
-                    let_go(error)
+                    clear_traceback_frames(error)
                 # The handler has ended: inside it the traceback would still pin the activations.
                 if not _ran_out_somewhere(attempt, _DONE if done else _RAN_OUT):
                     most = size

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoaccum._training.loop import Training
 
 
-class Untouched:
+class RestoreOnFailure:
     """A context manager that restores the state at its making if it exits with an error before a window is done.
 
     Args:

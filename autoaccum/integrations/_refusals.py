@@ -9,12 +9,6 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What there is for trainings that no adapter takes.
-OTHERWISE = (
-    "train in a function with @autoaccum.find_executable_micro_batch(target=...), or run the script under `autoaccum "
-    "run`"
-)
-
 
 def refusal(name: str, instead: str) -> Callable[..., NoReturn]:
     """Return a function in the place of one that logs, which a step or loss must not call.

@@ -9,11 +9,12 @@ from accelerate.utils import extract_model_from_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from autoaccum._arguments import shown
+from autoaccum._engine.dtensor import OTHERWISE
 from autoaccum._engine.options import Options
 from autoaccum._system.attributes import replaced
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._refusals import OTHERWISE, refusal
+from autoaccum.integrations._refusals import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,11 +11,11 @@ try:
 except ImportError:  # the package's older name, of the same interface
     import pytorch_lightning as pl  # type: ignore[no-redef]
 
+from autoaccum._engine.dtensor import OTHERWISE
 from autoaccum._engine.options import Options
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._lightning_evaluation import STEPS, Evaluating
 from autoaccum.integrations._lightning_training import Training
-from autoaccum.integrations._refusals import OTHERWISE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -139,7 +139,7 @@ def _made_by(arguments: dict[str, Any]) -> type:
     return made
 
 
-class Windows:
+class TrainerGradients:
     """Computes the gradients of one trainer's optimizer steps.
 
     Args:
@@ -324,13 +324,13 @@ class _Outermost:
     """What stands before the user's class."""
 
     _autoaccum_options: Options
-    _autoaccum: Windows | None = None
+    _autoaccum: TrainerGradients | None = None
 
     @property
-    def autoaccum(self) -> Windows:
+    def autoaccum(self) -> TrainerGradients:
         """What computes the gradients."""
         if self._autoaccum is None:
-            self._autoaccum = Windows(self, self._autoaccum_options)
+            self._autoaccum = TrainerGradients(self, self._autoaccum_options)
         return self._autoaccum
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
-from autoaccum._estimate.cuda_allocator import MIB, CachingAllocator, serve
+from autoaccum._estimate.cuda_allocator import MIB, CachingAllocator, replay_step
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_timeline_is_served_within_what_it_needs_and_not_within_less():
     storages = [Storage(30 * MIB, Category.PARAMETERS), Storage(40 * MIB, Category.MADE)]
     timeline = Timeline(1, storages, [0, 1, ~1], [(0, "before"), (1, "forward")])
 
-    assert serve(timeline).peak_reserved_bytes == 70 * MIB
-    assert serve(timeline, 70 * MIB) is not None
-    assert serve(timeline, 69 * MIB) is None
+    assert replay_step(timeline).peak_reserved_bytes == 70 * MIB
+    assert replay_step(timeline, 70 * MIB) is not None
+    assert replay_step(timeline, 69 * MIB) is None
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -101,4 +101,4 @@ def test_expandable_segments_are_replayed_where_the_environment_sets_them(monkey
 
     monkeypatch.setenv(variable, setting)
 
-    assert serve(timeline).peak_reserved_bytes == reserved
+    assert replay_step(timeline).peak_reserved_bytes == reserved

@@ -240,11 +240,11 @@ def check_batches_of_the_loader_are_exempt(host, torch):
         return True
 
     with host.limited(16 * _MIB):
-        host.exempt(4 * _MIB)
+        host.exclude_loader_batches(4 * _MIB)
         with host.lifted():
             batch = torch.empty(600 * _MIB, dtype=torch.uint8)
         before = allocates()
-        host.exempt(batch.nbytes)
+        host.exclude_loader_batches(batch.nbytes)
         batch[: 64 * _MIB] = 1
         return {"before": before, "then": allocates(), "used": host.reading().used_bytes, "free": _free_of(host)}
 

@@ -13,7 +13,7 @@ import torch
 
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._memory.simulated import Simulated
-from autoaccum._oom import is_oom, let_go
+from autoaccum._oom import clear_traceback_frames, is_oom
 from autoaccum.errors import InvalidInputError
 from memory._child import answered
 
@@ -50,7 +50,7 @@ def run_out(action):
     except Exception as exception:
         if not is_oom(exception):
             raise
-        let_go(exception)
+        clear_traceback_frames(exception)
         return True
     return False
 
@@ -174,7 +174,7 @@ def check_soft_limit_is_told_by_the_peak(backend):
         for size in (LIMIT // 2, LIMIT + 16 * MIB):
             backend.reset_peak()
             run_out(lambda size=size: block(backend, size))
-            said.append(backend.excess(backend.peak_bytes()))
+            said.append(backend.describe_overrun(backend.peak_bytes()))
         return {"said": said, "is_soft": backend.is_soft}
 
 

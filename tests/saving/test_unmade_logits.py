@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import autoaccum
 from autoaccum._saving.chunked_head import chunked
 from autoaccum._saving.unmade_logits import UnmadeLogits
 from autoaccum.errors import InvalidInputError, SavingRefusedError
@@ -254,6 +255,28 @@ def test_other_uses_are_refused_by_name(name):
         logits = model(TOKENS)
         with pytest.raises(SavingRefusedError, match=f": {name_of.get(name, name)} is computed of logits that are"):
             REFUSED[name](logits)
+
+
+@pytest.mark.parametrize("name", ["topk", "max", "softmax"])
+def test_training_with_another_use_beside_log_probabilities_is_refused_before_anything_moves(name):
+    def loss(logits, ids):
+        REFUSED[name](logits)
+        return -selected(logits, ids).mean()
+
+    model, generator = Model(torch.float32), torch.get_rng_state()
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with pytest.raises(SavingRefusedError, match=f": {name} is computed of logits that are"):
+        autoaccum.fit(
+            model, [(TOKENS, IDS)] * 2, N, loss=loss, optimizer=optimizer, save_memory="chunked_loss", device="cpu",
+            progress=False,
+        )  # fmt: skip
+
+    assert all(map(torch.equal, model.parameters(), before))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not optimizer.state
+    assert "forward" not in vars(model.head)
 
 
 OF_CLASSES = {

@@ -85,7 +85,7 @@ def test_long_samples_are_not_taken_for_short_ones_that_were_cut_alike():
 
 
 def test_sizes_are_made_smaller_for_a_peak_above_the_limit_as_long_as_that_helps(device):
-    device.excess = lambda peak: "too much" if peak > 50 else None
+    device.describe_overrun = lambda peak: "too much" if peak > 50 else None
     room = Headroom(device)
 
     def told(size, needs):
