@@ -8,10 +8,8 @@ from torch.utils.data import DataLoader
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from support.training.long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StoppedError, bits
+from support.training.long_runs import STEPS_PER_EPOCH, Noisy, Run, StoppedError, bits
 from support.training.resumes import Following, plateau
-
-STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
 class Evaluated(autoaccum.Callback):
