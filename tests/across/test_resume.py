@@ -11,17 +11,13 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler as TorchBatchSampler
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import autoaccum
-from autoaccum.errors import CheckpointError
 from support.models.small import a_few_of, fit_quietly
 from support.processes import fork_server
 from support.processes.folders import SUPPORT, TESTS
 from support.training.long_runs import (
-    BATCH,
     EPOCHS,
     SAMPLES,
     STEPS_PER_EPOCH,
@@ -34,6 +30,7 @@ from support.training.long_runs import (
     loader_of,
     stopped_at,
 )
+from support.training.resumes import OF_TOKENS, RESUMES, UNEVEN, Stateful, changes_of
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -42,31 +39,58 @@ STEPS = EPOCHS * STEPS_PER_EPOCH
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
+# --- stopped at a given moment ----------------------------------------------------------------------------------------
+
+
 @functools.cache
-def whole_run(**options):
-    """A run from start to end without any checkpoint; made once for those that are to end like it."""
-    run = Run(**options)
+def whole_run(name):
+    """A run from start to end without any checkpoint; made once for all that are to end like it."""
+    run = Run(**changes_of(name))
     run.fit()
     run.loader = None  # else its worker processes would stay
     return run
 
 
-def assert_goes_on_as_if_nothing_had_happened(folder, *steps, **options):
-    """Stop a run after each of these steps, go on to the end, and compare with a run without any checkpoint."""
-    whole = whole_run(**options)
-    parts = [stopped_at(step, folder, **options) for step in steps]
-    last = Run(checkpoint=folder, **options)
+def stops():
+    """Each run of the table at its stops, and in the sweeps those with loaders of their own at three places."""
+    for name, (_, places) in RESUMES.items():
+        for place in places:
+            yield pytest.param(name, place, id=f"{name}-{place}")
+        if "loader" in changes_of(name) and "once" not in name:
+            for place in {2, STEPS_PER_EPOCH, 8}.difference(one for one in places if isinstance(one, int)):
+                yield pytest.param(name, place, id=f"{name}-{place}", marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize(("name", "stop"), list(stops()))
+def test_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, name, stop):
+    whole = whole_run(name)
+    parts = []
+    for place in stop if isinstance(stop, tuple) else (stop,):
+        parts.append(stopped_at(place, tmp_path, **changes_of(name)))
+        parts[-1].loader = None
+    done = max(parts[-1].samples.windows)
+    last = Run(checkpoint=tmp_path, **changes_of(name))
 
     result = last.fit()
 
     assert last.end == whole.end
-    windows = {}
-    for part in [*parts, last]:
-        windows |= part.samples.windows
-    # The window after which a part was stopped was made whole, though the stop came before it was noted.
-    assert {step: windows[step] for step in windows} == {step: whole.samples.windows[step] for step in windows}
-    assert result.resumed_from == steps[-1]
-    return whole, last, result
+    assert result.resumed_from == done
+    assert (result.steps, result.samples) == (whole.result.steps, whole.result.samples)
+    assert (result.noise_scale, result.stopped) == (whole.result.noise_scale, None)
+    assert result.checkpoint == tmp_path / f"step-{result.steps:08d}"
+    # Step by step: what was used, what a gradient scaler skipped, and what was evaluated.
+    runs = [*parts, last]
+    assert windows_of(*runs) == windows_of(whole)
+    assert [(one.step, one.skipped) for one in result.history] == [
+        (one.step, one.skipped) for one in whole.result.history[done:]
+    ]
+    if not isinstance(stop, dict):  # a call that ends makes an evaluation of its own
+        assert list(itertools.chain(*(run.samples.evaluations for run in runs))) == whole.samples.evaluations
+
+
+def windows_of(*runs):
+    """The samples of each window; their order may differ where the loss is checked."""
+    return {step: set(samples) for run in runs for step, samples in run.samples.windows.items()}
 
 
 # --- killed at any moment ---------------------------------------------------------------------------------------------
@@ -155,17 +179,7 @@ def test_sigterm_ends_the_process_as_it_would_have_with_a_checkpoint_of_the_last
     assert resumed > 0
 
 
-# --- stopped at a given moment ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("step", [1, 3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, STEPS])
-def test_run_stopped_after_any_window_goes_on_as_if_nothing_had_happened(tmp_path, step):
-    _, _, result = assert_goes_on_as_if_nothing_had_happened(tmp_path, step)
-
-    assert result.steps == STEPS
-    assert result.samples == EPOCHS * SAMPLES
-    assert [report.step for report in result.history] == list(range(step + 1, STEPS + 1))
-    assert result.checkpoint == tmp_path / f"step-{STEPS:08d}"
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 class FailOnce:
@@ -189,57 +203,9 @@ class FailingData(Noisy):
         return super().__getitem__(index)
 
 
-class FailingEvents(autoaccum.Callback):
-    def __init__(self, event, fail):
-        setattr(self, event, lambda *_, **__: fail())
-
-
-def failing_run(place, error, folder):
-    """A run of which one part raises an error in the second epoch."""
-    fail = {"loader": FailOnce(SAMPLES + 25, error), "forward": FailOnce(23, error), "metric": FailOnce(2, error)}.get(
-        place, FailOnce(2 if place.startswith(("on_epoch", "on_eval")) else 7, error)
-    )
-    run = Run(
-        checkpoint=folder, loader=lambda: loader_of(FailingData(fail)) if place == "loader" else loader_of(Noisy())
-    )
-    options = {}
-    if place == "forward":
-        own = run.model.last.weight  # and no copy, by which gradients are compared
-        run.model.last.register_forward_pre_hook(
-            lambda module, _: fail() if module.training and module.weight is own else None
-        )
-    if place == "metric":
-        options["metrics"] = lambda outputs, batch: fail() or 0.0
-    return run, [FailingEvents(place, fail)] if place.startswith("on_") else [], options
-
-
-PLACES = ["loader", "forward", "metric", "on_step", "on_epoch_end", "on_evaluation"]
-
-
-@pytest.mark.parametrize(("place", "kind"), a_few_of(PLACES, [ValueError, KeyboardInterrupt, SystemExit]))
-def test_error_anywhere_arrives_unchanged_and_leaves_a_checkpoint_to_go_on_from(tmp_path, undisturbed, place, kind):
-    error = kind(3)  # made here: with its traceback it would keep a model alive for the tests to come
-    run, callbacks, options = failing_run(place, error, tmp_path)
-
-    with pytest.raises(kind) as caught:
-        run.fit(*callbacks, **options)
-
-    assert caught.value is error
-    assert any(entry.name == "__call__" for entry in caught.traceback)  # the line of the user's that raised it
-    notes = getattr(error, "__notes__", [])  # one on sizes, which a model may refuse
-    assert all("it came in a micro-batch of" in note and place == "forward" for note in notes)
-    again = Run(checkpoint=tmp_path)
-    result = again.fit()
-    assert result.resumed_from is not None
-    assert again.end == undisturbed
-
-
-@pytest.fixture(scope="module")
-def undisturbed():
-    return whole_run().end
-
-
 class Counting(Model):
+    """Counts its passes, in evaluations too, so that each leaves a trace."""
+
     def __init__(self):
         super().__init__()
         self.register_buffer("passes", torch.zeros(()))
@@ -249,17 +215,62 @@ class Counting(Model):
         return super().forward(inputs) * (1 + 0.01 * self.passes)
 
 
-def test_evaluation_that_is_interrupted_leaves_no_trace(tmp_path):
-    whole = Run(model=Counting)
-    whole.fit()
-    run = Run(model=Counting, checkpoint=tmp_path)
-    with pytest.raises(ValueError, match="mine"):
-        run.fit(metrics=lambda outputs, batch: FailOnce(1, ValueError("mine"))())
-    again = Run(model=Counting, checkpoint=tmp_path)
+class Draws(autoaccum.Callback):
+    """Draws random numbers between windows."""
 
-    again.fit()
+    def on_step(self, report, *, epoch):
+        torch.rand(report.step)
 
-    assert again.end == whole.end
+    def on_evaluation(self, evaluation, *, epoch, step):
+        torch.rand(1)
+
+
+# At which call of the place an error comes, in the second epoch.
+PLACES = {"loader": SAMPLES + 25, "forward": 23, "metric": 2, "on_step": 7, "on_epoch_end": 2, "on_evaluation": 2}
+
+
+def fit_that_fails(run, place, fail):
+    """Train with one part that may raise an error."""
+    callbacks, options = [Draws()], {}
+    if place.startswith("on_"):
+        callbacks.append(autoaccum.Callback())
+        setattr(callbacks[-1], place, lambda *_, **__: fail())
+    elif place == "metric":
+        options["metrics"] = lambda outputs, batch: fail() or 0.0
+    elif place == "forward":
+        own = run.model.last.weight  # and no copy, by which gradients are compared
+        run.model.last.register_forward_pre_hook(
+            lambda module, _: fail() if module.training and module.weight is own else None
+        )
+    return run.fit(*callbacks, **options)
+
+
+@functools.cache
+def undisturbed(model):
+    run = Run(model=model)
+    run.fit(Draws())
+    return run.end
+
+
+@pytest.mark.parametrize(("place", "kind"), a_few_of(PLACES, [ValueError, KeyboardInterrupt, SystemExit]))
+def test_error_anywhere_arrives_unchanged_and_leaves_a_checkpoint_to_go_on_from(tmp_path, place, kind):
+    error = kind(3)  # made here: with its traceback it would keep a model alive for the tests to come
+    fail = FailOnce(PLACES[place], error)
+    data = FailingData(fail) if place == "loader" else Noisy()
+    # An evaluation whose callback failed is made again, and would move the buffer of such a model again.
+    model = Model if place == "on_evaluation" else Counting
+    run = Run(model=model, checkpoint=tmp_path, loader=lambda: loader_of(data))
+
+    with pytest.raises(kind) as caught:
+        fit_that_fails(run, place, fail)
+
+    assert caught.value is error
+    assert any(entry.name == "__call__" for entry in caught.traceback)  # the line of the user's that raised it
+    notes = getattr(error, "__notes__", [])  # one on sizes, which a model may refuse
+    assert all("it came in a micro-batch of" in note and place == "forward" for note in notes)
+    again = Run(model=model, checkpoint=tmp_path)
+    assert again.fit(Draws()).resumed_from is not None
+    assert again.end == undisturbed(model)
 
 
 def test_error_leaves_no_worker_processes_behind(tmp_path):
@@ -271,10 +282,6 @@ def test_error_leaves_no_worker_processes_behind(tmp_path):
     assert multiprocessing.active_children() == []
 
 
-def test_learning_rates_are_scaled_once_in_all(tmp_path):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 4, 8, lr_scaling="linear", base_batch=4)
-
-
 def test_error_that_leaves_parameters_changed_leaves_no_checkpoint_of_them(tmp_path):
     class WritesItself(Model):
         def forward(self, inputs):
@@ -284,325 +291,22 @@ def test_error_that_leaves_parameters_changed_leaves_no_checkpoint_of_them(tmp_p
 
     stopped_at(2, tmp_path, model=WritesItself)
     before = checkpoints(tmp_path)
-    fail = FailOnce(2, ValueError("mine"))
-
-    def loss(outputs, batch):
-        if outputs.requires_grad and outputs.dtype == torch.float32:  # not where gradients are compared, in float64
-            fail()
-        return nn.functional.cross_entropy(outputs, batch[1])
+    run = Run(model=WritesItself, checkpoint=tmp_path)
 
     with pytest.raises(ValueError, match="mine") as caught:
-        Run(model=WritesItself, checkpoint=tmp_path).fit(loss=loss)
+        fit_that_fails(run, "forward", FailOnce(2, ValueError("mine")))
 
     assert any("had written first.weight" in note for note in caught.value.__notes__)
     assert checkpoints(tmp_path) == before
 
 
 def test_error_before_the_first_window_leaves_no_checkpoint(tmp_path):
-    run, _, _ = failing_run("loader", ValueError("mine"), tmp_path)
-    run.loader.dataset.fail.left = 3
+    data = FailingData(FailOnce(3, ValueError("mine")))
 
     with pytest.raises(ValueError, match="mine"):
-        run.fit()
+        Run(checkpoint=tmp_path, loader=lambda: loader_of(data)).fit()
 
     assert checkpoints(tmp_path) == []
-
-
-def test_random_numbers_that_callbacks_drew_are_kept_where_an_error_in_a_later_window_leaves_the_checkpoint(tmp_path):
-    class Draws(autoaccum.Callback):
-        def on_step(self, report, *, epoch):
-            torch.rand(report.step)
-
-    class Failing(Model):
-        calls = 0
-
-        def forward(self, inputs):
-            self.calls += self.training
-            if self.calls == 20:
-                raise StoppedError
-            return super().forward(inputs)
-
-    whole, last = Run(), Run(checkpoint=tmp_path)
-    whole.fit(Draws())
-    with pytest.raises(StoppedError):
-        Run(checkpoint=tmp_path, model=Failing).fit(Draws())
-
-    last.fit(Draws())
-
-    assert last.end == whole.end
-
-
-# --- what a run can be made of ----------------------------------------------------------------------------------------
-
-LR = torch.optim.lr_scheduler
-
-
-class WiderMoments(torch.optim.Optimizer):
-    """Keeps its state in a wider type than its parameters, which torch's own load_state_dict narrows."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter, dtype=torch.float64))
-                mean.mul_(0.9).add_(parameter.grad.double(), alpha=0.1)
-                parameter.sub_(mean, alpha=group["lr"])
-
-
-class Changing(Model):
-    """Makes a buffer that was None, and lets one that no state_dict holds grow."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("later", None)
-        self.register_buffer("cache", torch.zeros(1), persistent=False)
-
-    def forward(self, inputs):
-        outputs = super().forward(inputs)
-        self.later = outputs.detach().mean(0) + (0.0 if self.later is None else self.later)
-        self.cache = torch.cat([self.cache, outputs.detach().sum().reshape(1)])
-        return outputs + 0.1 * self.later.sum() + 0.1 * self.cache.sum()
-
-
-class Quiet(Noisy):
-    def __getitem__(self, index):
-        return self.inputs[index], index % 3, index
-
-
-def lists():
-    return list(loader_of(Noisy(), shuffle=False))
-
-
-RUNS = {
-    "OneCycleLR": {"scheduler": lambda it: LR.OneCycleLR(it, 0.05, total_steps=STEPS)},
-    "SequentialLR": {"scheduler": lambda it: LR.SequentialLR(it, [LR.ConstantLR(it), LR.ExponentialLR(it, 0.9)], [4])},
-    "ReduceLROnPlateau": {"scheduler": lambda it: LR.ReduceLROnPlateau(it, patience=0, factor=0.5, threshold=1.0)},
-    "scheduler of epochs": {"scheduler_interval": "epoch"},
-    "SGD with momentum": {
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
-    },
-    "AdamW in two groups": {
-        "optimizer": lambda parameters: torch.optim.AdamW(
-            [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}], amsgrad=True
-        )
-    },
-    "optimizer with wider state": {"optimizer": WiderMoments},
-    "buffers that come and grow": {"model": Changing, "val_loader": None},
-    "workers": {"loader": lambda: loader_of(Noisy(), num_workers=2)},
-    # Without noise: the generators of such workers are nobody's to set.
-    "workers that stay": {"loader": lambda: loader_of(Quiet(), num_workers=2, persistent_workers=True)},
-    "generator that can be read once": {"loader": lambda: iter(lists())},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [*((name, (2,) if "once" in name else (8,)) for name in RUNS), ("scheduler of epochs", (STEPS_PER_EPOCH,))],
-)
-def test_whatever_a_run_is_made_of_goes_on(tmp_path, name, steps):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, *steps, **RUNS[name])
-
-
-def test_gradient_scaler_goes_on_with_its_scale(tmp_path):
-    def large(outputs, batch):
-        return 30 * nn.functional.cross_entropy(outputs.float(), batch[1])
-
-    whole, _, result = assert_goes_on_as_if_nothing_had_happened(tmp_path, 8, precision="fp16", loss=large)
-
-    # The first scale is too large and is halved, window by window; a scaler that began anew would do so again.
-    skipped = [report.step for report in whole.result.history if report.skipped]
-    assert skipped[:3] == [1, 2, 3]
-    assert [report.step for report in result.history if report.skipped] == [step for step in skipped if step > 8]
-
-
-def seeded():
-    return torch.Generator().manual_seed(11)
-
-
-class Numbers(IterableDataset):
-    def __iter__(self):
-        data = Noisy()
-        for index in torch.randperm(SAMPLES).tolist():
-            yield data[index]
-
-
-LOADERS = {
-    "generator of the loader": lambda: loader_of(Noisy(), generator=seeded()),
-    "generator of the sampler": lambda: loader_of(
-        Noisy(), shuffle=False, sampler=RandomSampler(range(SAMPLES), generator=seeded())
-    ),
-    "generator behind a batch sampler": lambda: DataLoader(
-        Noisy(), batch_sampler=TorchBatchSampler(RandomSampler(range(SAMPLES), generator=seeded()), BATCH, False)
-    ),
-    "replacement": lambda: loader_of(
-        Noisy(), shuffle=False, sampler=RandomSampler(range(SAMPLES), replacement=True, generator=seeded())
-    ),
-    "iterable dataset": lambda: loader_of(Numbers(), shuffle=False),
-    "list of batches": lists,
-    "batches larger than a window": lambda: loader_of(Noisy(), batch_size=30),
-    "batches as large as a window": lambda: loader_of(Noisy(), batch_size=12),
-}
-
-
-@pytest.mark.parametrize(("name", "step"), a_few_of(LOADERS, [2, STEPS_PER_EPOCH, 8]))
-def test_loaders_are_wound_to_where_they_were(tmp_path, name, step):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=LOADERS[name])
-
-
-def test_last_window_that_is_left_out_stays_left_out(tmp_path):
-    _, last, _ = assert_goes_on_as_if_nothing_had_happened(tmp_path, 6, drop_last=True)
-
-    assert max(last.samples.windows) == 4 * EPOCHS
-
-
-class CountedData(Noisy):
-    drawn = 0
-
-    def __getitem__(self, index):
-        CountedData.drawn += 1
-        return super().__getitem__(index)
-
-
-def stateful_loader():
-    return loader_of(Noisy(), StatefulDataLoader)
-
-
-@pytest.mark.parametrize("step", [3, STEPS_PER_EPOCH, 7])
-def test_stateful_loader_is_set_to_its_state(tmp_path, step):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=stateful_loader)
-
-
-def test_stateful_loader_begins_the_epoch_that_it_would_have_begun(tmp_path):
-    options = {"loader": stateful_loader}
-    whole = Run(**options)
-    whole.fit()
-    Run(checkpoint=tmp_path, **options).fit(epochs=1)
-    last = Run(checkpoint=tmp_path, **options)
-
-    result = last.fit()
-
-    assert result.resumed_from == STEPS_PER_EPOCH
-    assert last.end == whole.end
-
-
-def test_stateful_loader_is_not_wound(tmp_path):
-    options = {"loader": lambda: loader_of(CountedData(), StatefulDataLoader), "epochs": 1, "val_loader": None}
-    stopped_at(4, tmp_path, **options)
-    CountedData.drawn = 0
-
-    Run(checkpoint=tmp_path, **options).fit()
-
-    assert CountedData.drawn == SAMPLES - 4 * 12 + 6  # the rest, and the used part of the batch that window 4 began
-
-
-class Stateful:
-    """Counts how often it is asked for its state; its batches are of these sizes."""
-
-    def __init__(self, sizes, data):
-        self.sizes, self.data = sizes, data
-        self.at = self.asked = 0
-
-    def __iter__(self):
-        at, self.at = self.at, 0
-        for place, size in enumerate(self.sizes):
-            if place < at:
-                continue
-            self.at = place + 1
-            start = sum(self.sizes[:place])
-            yield default_collate([self.data[index] for index in range(start, start + size)])
-        self.at = 0
-
-    def state_dict(self):
-        self.asked += 1
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-UNEVEN = (1, 20, 1, 7, 2, 2, 1, 14, 2)
-# A sample counts as many as its largest tensor has elements, 6.
-OF_TOKENS = {"target_tokens": 12 * 6, "micro_batch": 30}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [((1,) * SAMPLES, {}), ((7,) * 7 + (1,), {"drop_last": True}), (UNEVEN, {}), (UNEVEN, OF_TOKENS)],
-    ids=["one by one", "all but the last alike", "uneven", "uneven, tokens"],
-)
-def test_state_of_a_loader_is_asked_for_once_a_window_at_most(tmp_path, sizes, options):
-    assert sum(sizes) == SAMPLES
-    run = Run(checkpoint=tmp_path, loader=lambda: Stateful(sizes, Noisy()), epochs=1, val_loader=None, **options)
-
-    result = run.fit()
-
-    # Beside that at the beginning and the end, and one of a last batch that was shorter than those before.
-    assert run.loader.asked <= result.steps + 4
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options", "step"),
-    [(UNEVEN, {}, 1), ((4,) * 12 + (2,), OF_TOKENS, 2), (UNEVEN, OF_TOKENS, 3), (UNEVEN, {}, STEPS_PER_EPOCH)],
-    ids=["uneven", "tokens", "uneven, tokens", "epoch"],
-)
-def test_loader_with_a_state_and_batches_of_any_size_goes_on(tmp_path, sizes, options, step):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=lambda: Stateful(sizes, Noisy()), **options)
-
-
-def test_stateful_loader_with_workers_gives_the_rest_of_the_epoch(tmp_path):
-    options = {"loader": lambda: loader_of(Noisy(), StatefulDataLoader, num_workers=2)}
-    whole = Run(**options)
-    whole.fit()
-    stopped_at(7, tmp_path, **options).loader._iterator = None  # else its workers live on beside the next ones
-    last = Run(checkpoint=tmp_path, **options)
-
-    last.fit()
-
-    windows = range(8, STEPS + 1)
-    assert [last.samples.windows[step] for step in windows] == [whole.samples.windows[step] for step in windows]
-
-
-@pytest.mark.parametrize(
-    ("steps", "other", "message"),
-    [
-        (4, lambda: iter(list(loader_of(Noisy(20)))), "after 7 batches of epoch 1, but the loader now yields only 3"),
-        (
-            2,
-            lambda: iter(list(loader_of(Noisy(), batch_size=2))),
-            "3 samples of batch 4 of epoch 1, but now that batch holds 2",
-        ),
-        (2, lambda: loader_of(Noisy(), batch_size=6), "a loader of 8 batches per epoch, and this one has 9"),
-        (2, lambda: loader_of(Noisy(48)), "a loader of 50 samples in its dataset, and this one has 48"),
-        (
-            2,
-            lambda: loader_of(Noisy(), batch_size=6, drop_last=True),
-            "a loader of 7 samples per batch, and this one has 6",
-        ),
-        (2, lambda: lists()[1:], "a loader of 8 batches per epoch, and this one has 7"),
-    ],
-)
-def test_loader_that_cannot_go_on_in_the_middle_of_an_epoch_is_refused_and_changes_nothing(
-    tmp_path, steps, other, message
-):
-    stopped_at(steps, tmp_path)
-    run = Run(checkpoint=tmp_path, loader=other)
-    before = run.state()
-
-    with pytest.raises(CheckpointError, match=message):
-        run.fit()
-
-    assert run.state() == before
-
-
-def test_another_loader_may_begin_an_epoch(tmp_path):
-    Run(checkpoint=tmp_path).fit(epochs=1)
-
-    result = Run(checkpoint=tmp_path, loader=lambda: loader_of(Noisy(), batch_size=6)).fit()
-
-    assert result.resumed_from == STEPS_PER_EPOCH
 
 
 def test_error_of_the_loader_while_it_is_wound_arrives_unchanged(tmp_path):
@@ -615,20 +319,61 @@ def test_error_of_the_loader_while_it_is_wound_arrives_unchanged(tmp_path):
     assert caught.value is mine
 
 
+# --- loaders with a state ---------------------------------------------------------------------------------------------
+
+
+class CountedData(Noisy):
+    drawn = 0
+
+    def __getitem__(self, index):
+        CountedData.drawn += 1
+        return super().__getitem__(index)
+
+
+def test_stateful_loader_is_not_wound(tmp_path):
+    options = {"loader": lambda: loader_of(CountedData(), StatefulDataLoader), "epochs": 1, "val_loader": None}
+    stopped_at(4, tmp_path, **options)
+    CountedData.drawn = 0
+
+    Run(checkpoint=tmp_path, **options).fit()
+
+    assert CountedData.drawn == SAMPLES - 4 * 12 + 6  # the rest, and the used part of the batch that window 4 began
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((1,) * SAMPLES, {}), ((7,) * 7 + (1,), {"drop_last": True}), (UNEVEN, {}), (UNEVEN, OF_TOKENS)],
+    ids=["one by one", "all but the last alike", "uneven", "uneven, tokens"],
+)
+def test_state_of_a_loader_is_asked_for_once_a_window_at_most(tmp_path, sizes, options):
+    run = Run(checkpoint=tmp_path, loader=lambda: Stateful(sizes), epochs=1, val_loader=None, **options)
+
+    result = run.fit()
+
+    # Beside that at the beginning and the end, and one of a last batch that was shorter than those before.
+    assert run.loader.asked <= result.steps + 4
+
+
+def test_another_loader_may_begin_an_epoch(tmp_path):
+    Run(checkpoint=tmp_path).fit(epochs=1)
+
+    result = Run(checkpoint=tmp_path, loader=lambda: loader_of(Noisy(), batch_size=6)).fit()
+
+    assert result.resumed_from == STEPS_PER_EPOCH
+
+
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
 def test_finished_run_is_loaded_and_nothing_more_is_done(tmp_path, capsys):
-    first = Run(checkpoint=tmp_path)
+    first, again = Run(checkpoint=tmp_path), Run(checkpoint=tmp_path)
     first.fit()
     files = checkpoints(tmp_path)
-    again = Run(checkpoint=tmp_path)
 
     result = again.fit(progress="lines")
 
     assert again.end == first.end
-    assert (result.steps, result.samples, result.history) == (STEPS, EPOCHS * SAMPLES, ())
-    assert result.resumed_from == STEPS
+    assert (result.steps, result.history, result.resumed_from) == (STEPS, (), STEPS)
     assert checkpoints(tmp_path) == files
     said = capsys.readouterr().err
     assert "is finished: 15 steps are done" in said
@@ -636,40 +381,18 @@ def test_finished_run_is_loaded_and_nothing_more_is_done(tmp_path, capsys):
     assert "plan from step" not in said
 
 
-def test_finished_run_goes_on_when_more_epochs_are_asked_for(tmp_path):
-    longer = Run(epochs=EPOCHS + 2)
-    longer.fit()
-    Run(checkpoint=tmp_path).fit()
-    more = Run(checkpoint=tmp_path, epochs=EPOCHS + 2)
-
-    result = more.fit()
-
-    assert more.end == longer.end
-    assert result.steps == (EPOCHS + 2) * STEPS_PER_EPOCH
-
-
-@pytest.mark.parametrize("stop", [3, STEPS_PER_EPOCH])
-def test_run_that_ended_at_max_steps_goes_on_within_its_epoch(tmp_path, stop):
-    whole = Run(max_steps=8)
-    whole.fit()
-    Run(checkpoint=tmp_path, max_steps=stop).fit()
-    more = Run(checkpoint=tmp_path, max_steps=8)
-
-    result = more.fit()
-
-    assert more.end == whole.end
-    assert result.resumed_from == stop
-    assert more.samples.windows == {step: whole.samples.windows[step] for step in range(stop + 1, 9)}
-
-
 def test_run_killed_before_its_last_evaluation_makes_it(tmp_path):
+    options = {"checkpoint": tmp_path, "max_steps": 3}
     with pytest.raises(StoppedError):
-        Run(checkpoint=tmp_path, max_steps=3).fit(StopAt(3))
+        Run(**options).fit(StopAt(3))
 
-    result = Run(checkpoint=tmp_path, max_steps=3).fit()
+    result = Run(**options).fit()
 
     assert (result.resumed_from, result.steps, len(result.evaluations)) == (3, 3, 1)
-    assert Run(checkpoint=tmp_path, max_steps=3).fit().evaluations == ()
+    assert Run(**options).fit().evaluations == ()
+
+
+# --- sizes of micro-batches -------------------------------------------------------------------------------------------
 
 
 def test_cut_is_taken_from_the_checkpoint_and_no_size_is_tried_again(tmp_path):
@@ -696,21 +419,14 @@ def test_cut_is_taken_from_the_checkpoint_and_no_size_is_tried_again(tmp_path):
     assert [step for step, _ in result.plans] == [step for step, _ in first.plans]
 
 
-def test_cut_that_is_asked_for_anew_is_used(tmp_path):
+@pytest.mark.parametrize(("asked", "sizes"), [(3, [4, 3]), ("auto", [4, 12])])
+def test_another_cut_that_is_asked_for_is_used_from_the_next_step(tmp_path, asked, sizes):
     stopped_at(2, tmp_path)
 
-    result = Run(checkpoint=tmp_path, micro_batch=3).fit()
+    result = Run(checkpoint=tmp_path, micro_batch=asked).fit()
 
-    assert [(step, plan.micro_batch) for step, plan in result.plans] == [(1, 4), (3, 3)]
-
-
-def test_size_is_searched_for_where_a_number_was_asked_for_before(tmp_path):
-    stopped_at(2, tmp_path)
-
-    result = Run(checkpoint=tmp_path, micro_batch="auto").fit()
-
-    assert result.plans[0][1].micro_batch == 4
-    assert result.plan.micro_batch == result.plan.target_batch
+    assert [result.plans[0][1].micro_batch, result.plan.micro_batch] == sizes
+    assert [step for step, _ in result.plans[:2]] == [1, 3]
 
 
 def test_smaller_cut_after_memory_ran_out_is_kept_and_counted(tmp_path):
@@ -727,6 +443,9 @@ def test_smaller_cut_after_memory_ran_out_is_kept_and_counted(tmp_path):
     assert result.oom_events == 1
     assert {report.micro_batches for report in result.history if report.samples == 12} == {(3, 3, 3, 3)}
     assert [plan.micro_batch for _, plan in result.plans] == [4, 3]
+
+
+# --- threads, and the best checkpoint ---------------------------------------------------------------------------------
 
 
 def test_call_outside_of_the_main_thread_says_that_signals_write_no_checkpoint(tmp_path, capfd):

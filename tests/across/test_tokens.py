@@ -242,14 +242,6 @@ def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(as_lists, batch, s
     assert_bitwise(found.state_dict(), whole.state_dict())
 
 
-def test_checkpoint_of_samples_is_not_gone_on_with_in_tokens(tmp_path):
-    with pytest.raises(StoppedError):
-        trained(loader_of(SAMPLES, BATCH), target_batch=TOKENS, checkpoint=tmp_path, callbacks=[StopAt(1)], epochs=2)
-
-    with pytest.raises(autoaccum.CheckpointError, match="made with 90, and this call has 90 tokens"):
-        trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, checkpoint=tmp_path, epochs=2)
-
-
 VOID = {"input_ids": torch.ones(4, 5, dtype=torch.long), "labels": torch.full((4, 5), -100)}
 
 

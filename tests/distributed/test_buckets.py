@@ -1,4 +1,7 @@
-"""Buckets carry tensors of any form, in pieces where they are large, and send on what they have where filling fails."""
+"""Buckets carry tensors of any form, in pieces where they are large, and send on what they have where filling fails.
+
+By `Buckets` itself: those of a training hold megabytes, and `tests/across/test_ranks_gradients.py` has small tensors.
+"""
 
 import pytest
 import torch

@@ -10,7 +10,6 @@ from torch.nn import functional
 import autoaccum
 from autoaccum.errors import StateDamagedError
 from support.models.small import assert_bitwise, batches_of, labelled, state_of
-from support.training.long_runs import Run, stopped_at
 
 SAMPLES, BATCH = 32, 8
 DATA = labelled(SAMPLES)
@@ -167,20 +166,6 @@ def test_window_after_memory_ran_out_is_that_of_its_sizes_from_the_start(make):
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@of_library
-@pytest.mark.parametrize("stop", [1, 7])
-def test_resumed_run_ends_bit_for_bit_alike(make, stop, tmp_path):
-    undisturbed = Run(optimizer=make)
-    undisturbed.fit()
-
-    stopped_at(stop, tmp_path, optimizer=make)
-    run = Run(checkpoint=tmp_path, optimizer=make)
-    run.fit()
-
-    assert run.result.resumed_from == stop
-    assert run.end == undisturbed.end
 
 
 @every

@@ -1,13 +1,16 @@
+"""A model that asks about the GPU is told of the one that it is predicted for."""
+
 import pytest
 import torch
 from torch import nn
 
-from autoaccum._estimate.estimate import estimate_step, trace_step
-from autoaccum._estimate.gpu_properties import GPUAnswers
+from autoaccum import preflight
+from autoaccum._estimate.gpu_properties import GPUAnswers  # the last test: no public call traces for no GPU
 from autoaccum._estimate.gpus import gpu_named
 from autoaccum.errors import InvalidInputError
 
 BATCH = torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)
+T4 = gpu_named("t4")
 
 
 class Asks(nn.Linear):
@@ -35,41 +38,31 @@ class Wider(nn.Module):
         return (self.wide if is_new else self.narrow)(x)
 
 
-def answers(question, gpu):
+def predicted(model, *gpus):
+    return preflight(model, BATCH, 4, gpus=gpus, measure=False, loss=nn.functional.cross_entropy).predicted
+
+
+ANSWERS = [
+    ("t4", torch.cuda.get_device_capability, (7, 5)),
+    ("a100-40gb", torch.cuda.get_device_capability, (8, 0)),
+    ("rtx-4090", torch.cuda.get_device_capability, (8, 9)),
+    ("h100-80gb", torch.cuda.get_device_capability, (9, 0)),
+    ("t4", torch.cuda.get_device_name, T4.name),
+    ("t4", lambda: torch.cuda.get_device_properties("cuda").total_memory, T4.total_bytes),
+    ("t4", lambda: torch.cuda.is_bf16_supported(including_emulation=False), False),
+    ("t4", torch.cuda.is_tf32_supported, False),
+]
+
+
+@pytest.mark.gpu_fakes
+@pytest.mark.parametrize(("gpu", "question", "answer"), ANSWERS)
+def test_model_is_told_of_the_gpu_it_is_predicted_for_and_torch_answers_again_after_that(gpu, question, answer):
+    asked = torch.cuda.get_device_properties, torch.cuda.is_bf16_supported, torch.cuda.current_device
     told = []
 
-    estimate_step(Asks(lambda: told.append(question())), BATCH, gpu=gpu, sizes=[2])
+    predicted(Asks(lambda: told.append(question())), gpu)
 
-    return set(told)
-
-
-@pytest.mark.parametrize(
-    ("name", "capability"), [("t4", (7, 5)), ("a100-40gb", (8, 0)), ("rtx-4090", (8, 9)), ("h100-80gb", (9, 0))]
-)
-@pytest.mark.gpu_fakes
-def test_model_is_told_the_capability_of_the_gpu_it_is_predicted_for(name, capability):
-    assert answers(torch.cuda.get_device_capability, gpu_named(name)) == {capability}
-
-
-@pytest.mark.gpu_fakes
-def test_model_is_told_name_memory_and_types_of_the_gpu():
-    gpu = gpu_named("t4")
-
-    for question, answer in (
-        (torch.cuda.get_device_name, gpu.name),
-        (lambda: torch.cuda.get_device_properties("cuda").total_memory, gpu.total_bytes),
-        (lambda: torch.cuda.is_bf16_supported(including_emulation=False), False),
-        (torch.cuda.is_tf32_supported, False),
-    ):
-        assert answers(question, gpu) == {answer}
-
-
-@pytest.mark.gpu_fakes
-def test_questions_are_answered_by_torch_again_after_the_trace():
-    asked = torch.cuda.get_device_properties, torch.cuda.is_bf16_supported, torch.cuda.current_device
-
-    answers(torch.cuda.get_device_capability, gpu_named("t4"))
-
+    assert set(told) == {answer}
     assert asked == (torch.cuda.get_device_properties, torch.cuda.is_bf16_supported, torch.cuda.current_device)
 
 
@@ -84,30 +77,31 @@ def test_questions_are_answered_by_torch_again_after_the_trace():
 @pytest.mark.gpu_fakes
 def test_question_that_only_the_gpu_can_answer_is_named(question, named):
     with pytest.raises(InvalidInputError, match=rf"cannot be traced without values: .*{named}"):
-        estimate_step(Asks(question), BATCH, gpu=gpu_named("h100-80gb"))
+        predicted(Asks(question), "h100-80gb")
 
 
 @pytest.mark.gpu_fakes
-def test_trace_holds_for_the_gpus_that_would_have_told_the_model_the_same():
-    ampere, ada, hopper = (gpu_named(name) for name in ("a10", "l4", "h100-80gb"))
+def test_each_of_several_gpus_is_predicted_on_the_way_that_the_model_takes_there():
+    names = ["a10", "rtx-3090", "a100-80gb", "h100-80gb"]
 
-    asking = trace_step(Wider(), BATCH, kind="cuda", gpu=ampere)
-    silent = trace_step(nn.Linear(64, 10), BATCH, kind="cuda", gpu=ampere)
+    together = predicted(Wider(), *names)
 
-    assert asking.holds_for(ampere)
-    assert asking.holds_for(gpu_named("rtx-3090"))
-    assert not asking.holds_for(ada)
-    assert silent.holds_for(hopper)
-
-
-@pytest.mark.gpu_fakes
-def test_each_gpu_is_predicted_on_the_way_that_the_model_takes_there():
-    older, newer = (estimate_step(Wider(), BATCH, gpu=gpu_named(name)) for name in ("a100-80gb", "h100-80gb"))
-
+    assert [one.footprint for one in together] == [predicted(Wider(), name)[0].footprint for name in names]
     # The wide way's parameters have gradients and Adam's state: 16 bytes each less those of the parameters.
     wide = 64 * 4096 + 4096 + 4096 * 10 + 10
-    assert newer.footprints[0].gradients_bytes >= 4 * wide
-    assert newer.footprints[0].optimizer_bytes - older.footprints[0].optimizer_bytes >= 7 * wide
+    *_, older, newer = (one.footprint for one in together)
+    assert newer.gradients_bytes >= 4 * wide
+    assert newer.optimizer_bytes - older.optimizer_bytes >= 7 * wide
+
+
+@pytest.mark.gpu_fakes
+def test_gpus_that_tell_the_model_the_same_are_predicted_by_one_trace():
+    def asked(*gpus):
+        told = []
+        predicted(Asks(lambda: told.append(torch.cuda.get_device_capability())), *gpus)
+        return len(told)
+
+    assert asked("a10", "rtx-3090") == asked("a10") < asked("a10", "l4")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver the GPU at hand answers")

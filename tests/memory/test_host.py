@@ -1,4 +1,7 @@
-"""What only the host backend does; the checks lower the process's own limit, so they run in a child."""
+"""What only the host backend does; the checks lower the process's own limit, so they run in a child.
+
+Control groups and a machine short of memory are read by `_linux` and `Host` themselves: no test can make those.
+"""
 
 import sys
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,271 +13,222 @@ from pathlib import Path
 import pytest
 
 import autoaccum
-from autoaccum._system import folder_lock
-from autoaccum._system.folder_lock import FolderLock
-from autoaccum._training.checkpoint_files import Storage
-from autoaccum.errors import CheckpointError, CheckpointInUseError
+from autoaccum._system import folder_lock  # a removal that meets a holder: of two calls that is a race
+from autoaccum._training.checkpoint_files import Storage  # the lock's own refusal of a fork, before which fit has one
+from autoaccum.errors import AutoaccumError, CheckpointError, CheckpointInUseError
 from support.training.long_runs import Noisy, Run, checkpoints, loader_of
 
-# Holds a folder, and has a child that was forked before or after and outlives it.
+# Trains in a folder, and has a child that was forked and outlives it.
 HOLDER = """
-import os, sys, time
-from pathlib import Path
-from autoaccum._system.folder_lock import FolderLock
+import os, sys, time, torch, autoaccum
 
-lock = FolderLock(Path(sys.argv[1]))
-with lock.call:
-    assert list(lock.taking(print)) == []
-    if os.fork() == 0:
-        os.close(1)
-        time.sleep(float(sys.argv[2]))
-        os._exit(0)
-    print("held", flush=True)
-    time.sleep(600)
+class Forks(autoaccum.Callback):
+    def on_step(self, report, *, epoch):
+        if os.fork() == 0:
+            os.close(1)
+            time.sleep(60)
+            os._exit(0)
+        print("held", flush=True)
+        time.sleep(600)
+
+batch = torch.zeros(4, 2), torch.zeros(4, 1)
+autoaccum.fit(torch.nn.Linear(2, 1), [batch], 4, checkpoint=sys.argv[1], callbacks=[Forks()], progress=False)
 """
 
 
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path, "60"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
     process.communicate()
 
 
-@pytest.fixture
-def said():
-    return []
+class At(autoaccum.Callback):
+    """Does something after a step."""
 
+    def __init__(self, step, action):
+        self.step, self.action = step, action
 
-def take(lock, said=None, pause_s=0.01):
-    for _ in lock.taking((lambda _: None) if said is None else said.append):
-        time.sleep(pause_s)
-    return lock
+    def on_step(self, report, *, epoch):
+        if report.step == self.step:
+            self.action()
 
 
 def contents_of(folder):
     return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
 
+def run_in(folder, **options):
+    return Run(checkpoint=folder, **{"checkpoint_every": 4, "max_steps": 9, "val_loader": None} | options)
+
+
 # --- who waits, who goes on, who is refused ---------------------------------------------------------------------------
 
 
-def test_free_folder_is_taken_at_once_and_given_back(tmp_path, said):
-    for _ in range(2):
-        lock = FolderLock(tmp_path)
-        with lock.call:
-            assert list(lock.taking(said.append)) == []
-            lock.check()
-
-    assert said == []
-
-
 @pytest.mark.parametrize("suspends", [False, True])
-def test_holder_that_lives_is_waited_for_and_then_named_in_the_refusal(tmp_path, holder, said, monkeypatch, suspends):
-    monkeypatch.setattr(folder_lock, "_PATIENCE_S", 0.1)
+def test_holder_that_lives_is_waited_for_and_then_named_in_the_refusal(tmp_path, holder, capsys, monkeypatch, suspends):
+    monkeypatch.setattr(folder_lock, "_PATIENCE_S", 1.5)
     if suspends:
         holder.send_signal(signal.SIGSTOP)
 
-    with pytest.raises(CheckpointInUseError, match=f"in use by process {holder.pid} on .* after 0 s of waiting"):
-        take(FolderLock(tmp_path), said)
+    with pytest.raises(CheckpointInUseError, match=f"in use by process {holder.pid} on .* after 2 s of waiting"):
+        run_in(tmp_path).fit(progress="lines")
 
-    assert len(said) == 1
-    assert f"in use by process {holder.pid} on" in said[0]
+    assert capsys.readouterr().err.count(f"in use by process {holder.pid} on") == 1
 
 
-def test_killed_holder_is_followed_though_a_process_that_it_forked_lives_on(tmp_path, holder, said):
+def test_killed_holder_is_followed_though_a_process_that_it_forked_lives_on(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(folder_lock, "_PATIENCE_S", 3.0)  # shorter than that process lives
     holder.kill()
     holder.wait()
 
-    take(FolderLock(tmp_path), said).check()
-
-    assert len(said) <= 1  # the kernel takes a moment
+    assert run_in(tmp_path).fit().steps == 9
 
 
-def test_file_system_without_locks_is_said_and_trained_on(tmp_path, said, monkeypatch):
+def test_file_system_without_locks_is_said_and_trained_on(tmp_path, capsys, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
 
-    lock = take(FolderLock(tmp_path), said)
+    run_in(tmp_path).fit(progress="lines")
 
-    lock.check()
-    assert "has no locks, so nothing keeps a second process from writing there" in said[0]
+    assert "has no locks, so nothing keeps a second process from writing there" in capsys.readouterr().err
+    assert checkpoints(tmp_path) == ["step-00000008", "step-00000009"]
 
 
 @pytest.mark.parametrize("makes", ["mkdir", "mkfifo", "symlink"])
 def test_what_stands_in_place_of_the_locks_file_is_refused_by_its_name(tmp_path, makes):
-    path = tmp_path / ".lock"
+    path, run = tmp_path / ".lock", run_in(tmp_path)
     {"mkdir": path.mkdir, "mkfifo": lambda: os.mkfifo(path), "symlink": lambda: path.symlink_to("/etc/passwd")}[makes]()
 
     with pytest.raises(CheckpointError, match=r"cannot be written to \(.*: its file \.lock\)"):
-        take(FolderLock(tmp_path))
+        run.fit()
+
+    assert run.samples.windows == {}
 
 
-def test_folder_that_is_gone_is_said(tmp_path):
-    (tmp_path / "run").mkdir()
-    lock = take(FolderLock(tmp_path / "run"))
-    (tmp_path / "run" / ".lock").unlink()
-    (tmp_path / "run").rmdir()
-
-    with pytest.raises(CheckpointError, match="is gone, and with it the checkpoints in it"):
-        lock.check()
+def let_another_in(folder):
+    """As over NFS, once a lock has run out."""
+    (folder / ".lock").write_text("process 7 on node1\nits token\n")
 
 
-def test_holder_that_finds_another_let_in_by_the_file_system_writes_nothing(tmp_path):
-    lock = take(FolderLock(tmp_path))
-    (tmp_path / ".lock").write_text("process 7 on node1\nits token\n")  # as over NFS, once a lock has run out
+LOST = {
+    "removed": (lambda folder: (folder / ".lock").unlink(), r"its file \.lock was removed or replaced"),
+    "another let in": (let_another_in, "is in use by process 7 on node1, which its file system has let in"),
+    "folder": (shutil.rmtree, "is gone, and with it the checkpoints in it"),
+}
 
-    with pytest.raises(CheckpointInUseError, match="is in use by process 7 on node1, which its file system has let in"):
-        lock.check()
 
+@pytest.mark.parametrize("what", LOST)
+def test_run_that_has_lost_its_lock_ends_at_the_next_checkpoint_and_writes_nothing(tmp_path, what):
+    lose, said = LOST[what]
+    run = run_in(tmp_path / "run")
 
-def test_folder_that_another_process_holds_is_not_removed_by_a_call_that_fails(tmp_path, holder):
-    folder_lock.remove_free(tmp_path)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        run.fit(At(3, lambda: lose(tmp_path / "run")))
 
-    assert (tmp_path / ".lock").exists()
-    holder.kill()
-    holder.wait()
-    for _ in range(100):
-        folder_lock.remove_free(tmp_path)
-        time.sleep(0.01)
-    assert not tmp_path.exists()
+    assert isinstance(caught.value, CheckpointInUseError) is (what != "folder")
+    assert list(run.samples.windows) == [1, 2, 3, 4]
+    assert not list(tmp_path.glob("run/*step*"))
 
 
 # --- whose call has ended, and who was forked -------------------------------------------------------------------------
 
 
-def test_folder_of_a_call_that_goes_on_is_refused_to_the_next_of_the_process_until_it_has_ended(tmp_path):
-    lock = FolderLock(tmp_path)
-    with lock.call:
-        take(lock)
+def test_fit_within_a_fit_on_the_same_folder_is_refused_and_the_next_is_not(tmp_path, capsys):
+    def nested():
         with pytest.raises(CheckpointInUseError, match="call of fit in this process"):
-            take(FolderLock(tmp_path))
-        lock.check()
+            run_in(tmp_path).fit()
 
-    take(FolderLock(tmp_path)).check()
+    run_in(tmp_path).fit(At(2, nested))
+
+    assert checkpoints(tmp_path) == ["step-00000008", "step-00000009"]
+    assert run_in(tmp_path, max_steps=10).fit(progress="lines").steps == 10
+    assert "in use" not in capsys.readouterr().err
 
 
 def test_process_forked_from_the_holder_writes_nothing_and_releases_nothing(tmp_path):
-    lock, storage = FolderLock(tmp_path), Storage(tmp_path)
+    lock, storage = folder_lock.FolderLock(tmp_path), Storage(tmp_path)
     storage.guard = lock.check
     with lock.call:
-        take(lock)
+        assert list(lock.taking(print)) == []
         storage.write({"by": "holder"}, 3)
         before = contents_of(tmp_path)
 
-        def write():
-            with pytest.raises(CheckpointInUseError, match="was forked; nothing is written here"):
+        child = os.fork()
+        if child == 0:
+            try:
                 storage.write({"by": "fork"}, 4)
+            except CheckpointInUseError as error:
+                os._exit(7 if "was forked; nothing is written here" in str(error) else 8)
+            os._exit(9)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-        assert in_a_fork(write) == 0
+        assert code == 7
         assert contents_of(tmp_path) == before
         lock.check()
         with (tmp_path / ".lock").open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def in_a_fork(act):
-    """Return the exit code of a forked process that calls a function: 0, or 1 if it raises."""
-    child = os.fork()
-    if child == 0:
-        try:
-            act()
-        finally:
-            os._exit(0 if sys.exc_info()[0] is None else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 class Forks(autoaccum.Callback):
     """Forks in a window; the child ends as it is told, unless `fit` ends it."""
 
-    def __init__(self, ends):
-        self.ends = ends
-        self.code = None
+    def __init__(self, folder, ends):
+        self.folder, self.ends = folder, ends
+        self.code = self.before = self.after = None
 
     def on_step(self, report, *, epoch):
         if report.step != 5:
             return
+        self.before = contents_of(self.folder)
         child = os.fork()
         if child == 0:
             self.ends()
-        else:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            return
+        self.code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        self.after = contents_of(self.folder)
 
 
 def fails():
     raise MemoryError
 
 
-@pytest.mark.parametrize("ends", [fails, lambda: None], ids=["fails", "returns"])
+def returns():
+    pass
+
+
+@pytest.mark.parametrize(("ends", "workers", "error"), [(fails, 1, MemoryError), (returns, 0, AutoaccumError)])
 def test_process_forked_in_a_callback_leaves_checkpoints_log_reason_and_progress_to_its_parent(
-    tmp_path, monkeypatch, capfd, ends
+    tmp_path, monkeypatch, capfd, ends, workers, error
 ):
-    def files_at(step):
-        class Look(autoaccum.Callback):
-            def on_step(self, report, *, epoch):
-                if report.step == step:
-                    seen.append(contents_of(tmp_path))
-
-        return Look()
-
     monkeypatch.setenv("AUTOACCUM_REASON_FILE", str(tmp_path / "reason.json"))
-    seen, forks, parent = [], Forks(ends), os.getpid()
-    looks, log = files_at(5), autoaccum.JSONLinesLog(tmp_path / "log.jsonl")
+    forks, parent = Forks(tmp_path, ends), os.getpid()
+    log = autoaccum.JSONLinesLog(tmp_path / "log.jsonl")
     run = Run(
         checkpoint=tmp_path / "run",
         checkpoint_every=2,
         progress="lines",
-        loader=lambda: loader_of(Noisy(), num_workers=1),
+        loader=lambda: loader_of(Noisy(), num_workers=workers),
     )
     try:
-        run.fit(log, looks, forks, looks)
-    except BaseException:
+        run.fit(log, forks)
+    except BaseException as ended:
         if os.getpid() != parent:  # what the child frees now must not end the workers of its parent
-            os._exit(7)
+            os._exit(7 if type(ended) is error else 8)
         raise
 
     assert forks.code == 7
-    assert seen[0] == seen[1]
+    assert forks.before == forks.after
     assert run.result.steps == 15
     assert capfd.readouterr().err.count("step 5/15") <= 1
 
 
-# --- in fit -----------------------------------------------------------------------------------------------------------
-
-
-def test_fit_within_a_fit_on_the_same_folder_is_refused_and_the_outer_one_goes_on(tmp_path):
-    class Nested(autoaccum.Callback):
-        def on_step(self, report, *, epoch):
-            if report.step == 2:
-                with pytest.raises(CheckpointInUseError, match="call of fit in this process"):
-                    Run(checkpoint=tmp_path).fit()
-
-    expected = Run(max_steps=4)
-    expected.fit()
-    run = Run(checkpoint=tmp_path, checkpoint_every=1, max_steps=4)
-    run.fit(Nested())
-
-    assert run.result.steps == 4
-    assert checkpoints(tmp_path) == ["step-00000003", "step-00000004"]
-
-
-def test_run_whose_locks_file_was_removed_ends_at_the_next_checkpoint_and_writes_nothing(tmp_path):
-    class Lost(autoaccum.Callback):
-        def on_step(self, report, *, epoch):
-            if report.step == 3:
-                (tmp_path / ".lock").unlink()
-
-    run = Run(checkpoint=tmp_path, checkpoint_every=4, max_steps=9)
-    with pytest.raises(CheckpointInUseError, match=r"its file \.lock was removed or replaced"):
-        run.fit(Lost())
-
-    assert list(run.samples.windows) == [1, 2, 3, 4]
-    assert checkpoints(tmp_path) == []
+# --- calls that fail before they train --------------------------------------------------------------------------------
 
 
 def test_call_that_fails_before_it_trains_leaves_no_folder(tmp_path):
@@ -291,3 +243,15 @@ def test_call_that_fails_before_it_trains_leaves_no_folder(tmp_path):
         Run(checkpoint=tmp_path / "a" / "run").fit(Refuses())
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_another_process_holds_is_not_removed_by_a_call_that_fails(tmp_path, holder):
+    folder_lock.remove_free(tmp_path)
+
+    assert (tmp_path / ".lock").exists()
+    holder.kill()
+    holder.wait()
+    for _ in range(100):
+        folder_lock.remove_free(tmp_path)
+        time.sleep(0.01)
+    assert not tmp_path.exists()

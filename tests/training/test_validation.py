@@ -5,17 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import autoaccum
 from support.bad_input.calls import fit_arguments
 from support.bad_input.engine import World
-from support.training.long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits, stopped_at
-
-STEPS = EPOCHS * STEPS_PER_EPOCH
+from support.training.long_runs import STEPS_PER_EPOCH, Noisy, Run, StoppedError, bits
+from support.training.resumes import Following, plateau
 
 
 class Evaluated(autoaccum.Callback):
@@ -29,10 +26,6 @@ class Evaluated(autoaccum.Callback):
         torch.rand(1)
         self.steps.append(step)
         self.epochs.append(epoch)
-
-
-def plateau(optimizer):
-    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)  # nothing is ever good enough
 
 
 def shuffled():
@@ -69,72 +62,16 @@ def test_loader_that_shares_a_generator_with_the_training_is_left_as_it_is():
     assert trained(val_every=2) == trained(val_every=100)
 
 
-class Averaging(nn.Module):
-    """Follows its first layer, in each pass, with a target network: frozen parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.target = nn.Linear(6, 8).requires_grad_(requires_grad=False)
-        self.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
-
-    @torch.no_grad()
-    def follow(self):
-        self.passes += 1
-        for own, followed in zip(self.target.parameters(), self.first.parameters(), strict=True):
-            own.lerp_(followed, 0.1)
-
-    def forward(self, inputs):
-        self.follow()
-        return self.last(torch.relu(self.first(inputs))) + self.target(inputs).mean(1, keepdim=True)
-
-
 LOSSES = {"of torch": functional.mse_loss, "own": lambda outputs, targets: (outputs - targets).square().mean()}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_frozen_parameters_move_in_an_evaluation_as_often_as_in_a_plain_loop(loss):
-    model, data = Averaging(), [(torch.randn(6, 6), torch.randn(6, 3))] * 4
+    model, data = Following(), [(torch.randn(6, 6), torch.randn(6, 3))] * 4
 
     autoaccum.fit(model, data, 6, loss=LOSSES[loss], micro_batch=6, val_loader=data[:2], device="cpu", progress=False)
 
     assert model.passes == 4 + 2
-
-
-@pytest.mark.parametrize("stop", [2, 6, 10])
-def test_resumed_run_ends_alike_where_passes_move_frozen_parameters(tmp_path, stop):
-    options = {"model": Averaging, "loss_reduction": None}
-    undisturbed = Run(**options)
-    undisturbed.fit()
-
-    stopped_at(stop, tmp_path, **options)
-    run = Run(checkpoint=tmp_path, **options)
-    run.fit()
-
-    assert run.end == undisturbed.end
-
-
-@pytest.fixture(scope="module")
-def evaluated_run():
-    run, told = Run(val_every=4, scheduler=plateau), Evaluated()
-    run.fit(told)
-    return run, told
-
-
-@pytest.mark.parametrize("stop", [1, 4, 5, 6, 10, 14])
-def test_resumed_run_evaluates_at_the_same_windows_and_ends_bit_for_bit_alike(tmp_path, stop, evaluated_run):
-    options = {"val_every": 4, "scheduler": plateau}
-    undisturbed, told = evaluated_run
-
-    first, second = Evaluated(), Evaluated()
-    with pytest.raises(StoppedError):
-        Run(checkpoint=tmp_path, **options).fit(first, StopAt(stop))
-    run = Run(checkpoint=tmp_path, **options)
-    run.fit(second)
-
-    assert first.steps + second.steps == told.steps == [4, 8, 12, 15]
-    assert run.end == undisturbed.end
-    assert undisturbed.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**4)
 
 
 def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):

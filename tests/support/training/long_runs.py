@@ -50,15 +50,19 @@ class Model(nn.Module):
 
 
 class Samples(autoaccum.Callback):
-    """Notes for each window the numbers of its samples, as the model saw them."""
+    """Notes for each window the numbers of its samples, as the model saw them, and the evaluations."""
 
     def __init__(self):
         self.seen = []
         self.windows = {}
+        self.evaluations = []
 
     def on_step(self, report, *, epoch):
         self.windows[report.step] = self.seen
         self.seen = []
+
+    def on_evaluation(self, evaluation, *, epoch, step):
+        self.evaluations.append((step, evaluation.loss))
 
     def on_resume(self, path, *, step, epoch):
         self.seen = []
@@ -151,8 +155,11 @@ class Run:
 
 
 def stopped_at(step, folder, **options):
-    """Run until after a window, leaving a checkpoint of it, and return the run."""
+    """Run until after a window, or with changes by which a call ends; leave a checkpoint, and return the run."""
     run = Run(checkpoint=folder, **options)
+    if isinstance(step, dict):
+        run.fit(**step)
+        return run
     try:
         run.fit(StopAt(step))
     except StoppedError:
