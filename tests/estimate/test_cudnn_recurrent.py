@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
 from autoaccum._estimate.cudnn_recurrent import NOTE
 from autoaccum._estimate.estimate import trace_step
-from autoaccum._estimate.fake import Stage
+from autoaccum._estimate.fake import FakeCopies
 from autoaccum._estimate.gpus import GPU
 from autoaccum._estimate.tracer import Ledger
 
@@ -29,7 +29,7 @@ LAYERS = {
 
 def called(layer, *shape):
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = Stage(CUDA).copied(layer)
+        fake = FakeCopies(CUDA).copied(layer)
         ledger = Ledger(1, "cuda")
         with without_driver(), CudaCalls(), ledger:
             made = fake(torch.empty(shape, device=CUDA))
