@@ -110,7 +110,7 @@ def test_small_convolutional_net_trains_under_small_limits_and_uses_them(limit_m
     assert limit_mib < 40 or seen["one micro-batch less"] > 0.97 * limit_mib * MIB  # else the search may go on
 
 
-@pytest.mark.slow  # processes whose memory really runs out
+@pytest.mark.sweep  # how often is seen by many runs: memory that really runs out inside native code
 @pytest.mark.parametrize("how", ["fit", "find"])
 def test_search_under_a_limit_of_the_process_fails_seldom_and_finds_most_of_what_a_fresh_process_has_room_for(how):
     # With AVX-512, MKL takes 45 MiB from some size on that no smaller one shows, and keeps some for each size. Memory

@@ -315,9 +315,10 @@ def test_command_without_a_seed_is_compared(monkeypatch):
 TELLS = f"""
 import sys, torch
 from support.losses import accumulation_faults as faults
-print("run", file=open(sys.argv[3], "a"))
-torch.seed()
-faults.loop({COUNTS}, 1, model=torch.nn.Linear(6, 5))
+print("run", file=open(sys.argv[3], "a"), flush=True)
+model = torch.nn.Linear(6, 5)
+torch.nn.init.constant_(model.bias[:2], 9.0 * (-1) ** len(open(sys.argv[3]).readlines()))
+faults.loop({COUNTS}, 1, model=model)
 """
 
 
