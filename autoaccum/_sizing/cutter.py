@@ -124,9 +124,14 @@ class Cutter:
                 rests.append(left)
         return rests
 
+    @property
+    def packs(self) -> bool:
+        """Whether micro-batches are filled up to the tokens that fit: not where sizes are given."""
+        return self.frontier.packs and self.wanted.by_width and not self.wanted.is_uniform
+
     def widths_of(self, start: int, size: int) -> Widths:
         """Return the widths of a micro-batch of the window."""
-        between = widths_between if not self.frontier.packs else mean_widths_between
+        between = mean_widths_between if self.packs else widths_between
         return between([run for runs in self.groups for run in runs], start, start + size)
 
     def limit(self, widths: Widths, most: int) -> int:
@@ -161,7 +166,7 @@ class Cutter:
     def _cut_group(self, runs: Runs) -> tuple[int, ...]:
         """Cut samples that can be joined."""
         samples, plan = sum(each for each, _ in runs), self.timed or self.plan
-        if self.frontier.packs:
+        if self.packs:
             each = [sum(widths) for alike, widths in runs for _ in range(alike)]
             return packing.in_turn(each, self._within_memory((1,), sum(each)), self.wanted.most)
         if len(runs) == 1:

@@ -134,7 +134,7 @@ class Sizing:
 
     def filling(self, window: Window) -> list[int] | None:
         """Return the order of a window's samples that fills packed micro-batches, given the widest first; else None."""
-        if self.is_learning or not (self.cutter.frontier.packs and window.samples):
+        if self.is_learning or not (self.cutter.packs and window.samples):
             return None
         return list(itertools.chain.from_iterable(self.cutter.packed(window.each_width())))
 

@@ -1,5 +1,7 @@
 """Where a collator packs samples into one row, micro-batches are filled up to the tokens that fit."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -138,3 +140,13 @@ def test_failure_later_on_has_less_tokens_in_a_micro_batch_and_the_same_paramete
     assert after < before
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_number_of_samples_holds_also_where_an_earlier_run_has_packed_by_tokens(tmp_path):
+    with contextlib.suppress(StoppedError):
+        trained(checkpoint=tmp_path, callbacks=[StopAt(16)], epochs=2)
+
+    _, result = trained(checkpoint=tmp_path, micro_batch=3, epochs=2)
+
+    assert result.resumed_from is not None
+    assert all(max(report.micro_batches) <= 3 for report in result.history)
