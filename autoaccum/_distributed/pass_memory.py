@@ -1,7 +1,7 @@
 """Asks for the memory of a pass of all ranks before it begins, when a rank can still say that it lacks it.
 
-A pass takes as much as an earlier one of as many elements of samples, and a larger one what the line through smaller
-ones says.
+A pass takes as much as an earlier one of as many elements of samples; a smaller one in proportion, and a larger one
+what the line through smaller ones says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # How much steeper than the line a larger pass may be.
 _STEEPER = 1.25
-# Numbers of elements that are remembered: with fewer, those of larger passes stand for smaller ones.
+# Numbers of elements that are remembered, the fewest and the most among them.
 _MOST = 64
 
 
@@ -75,17 +75,20 @@ class PassMemory:
         seen, taken = self._seen[had_gradients], peak - self._held_bytes
         seen[elements] = max(taken, seen.get(elements, 0))
         if len(seen) > _MOST:
-            del seen[min(seen)]
+            del seen[sorted(seen)[_MOST // 2]]
 
 
 def _expected(seen: dict[int, int], elements: int, *, is_least: bool) -> int:
     """Return the bytes that a pass should take, given those of others by their elements."""
     if not seen:
         return 0
+    fewest = min(seen)
+    if elements < fewest:  # or a cut that is made smaller would never ask for less
+        return seen[fewest] * elements // fewest
     enough = [taken for many, taken in seen.items() if many >= elements]
     if enough:
         return min(enough)
-    (fewest, least), (most, taken) = min(seen.items()), max(seen.items())
+    least, (most, taken) = seen[fewest], max(seen.items())
     if is_least:
         return max(seen.values())
     if fewest == most:
