@@ -139,6 +139,7 @@ def by_hand(every, batches, room):
     with memory.limited(None):
         for step in steps_of(batches):
             counted = sum(len(every[place]) - 1 for places in step for place in places)
+            done = 0  # tokens of texts whose batch did not fail
             for places in step:
                 try:
                     found.model(
@@ -146,9 +147,11 @@ def by_hand(every, batches, room):
                     ).loss.backward()
                 except torch.OutOfMemoryError:
                     found.failures, found.left_out = found.failures + 1, found.left_out + len(places)
+                else:
+                    done += sum(len(every[place]) for place in places)
             optimizer.step()
             optimizer.zero_grad()
-            found.note(sum(len(every[place]) for places in step for place in places))
+            found.note(done)
     return found
 
 
