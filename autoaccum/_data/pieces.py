@@ -96,7 +96,8 @@ class Piece:
 
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as the model gets them."""
-        return self._split.join([self.raw(start, stop)])
+        made = self._split.join([self.raw(start, stop)])
+        return map_leaves(_itself, made) if made is self.batch else made  # a model takes items out of its own
 
     def raw(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as the loader would yield them."""
@@ -227,11 +228,13 @@ class NestedPiece(Piece):
         return self._form
 
     def cut(self, start: int, stop: int) -> Any:
-        """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
-        is_changeable = self.is_flat and type(self.batch) is dict  # by the model
-        if start == 0 and stop == self.samples and not is_changeable:
-            return self.batch
+        """Return samples `start` to `stop` (exclusive) in the nesting of the batch, in lists and mappings of their own.
+
+        Tensors are views.
+        """
         if self.is_flat:
+            if start == 0 and stop == self.samples and type(self.batch) is tuple:
+                return self.batch  # out of which a model can take nothing
             return flat_like(self.batch, [leaf[start:stop] for leaf in self._leaves])
         dims = iter(self._dims)
         return map_leaves(lambda leaf: _rows(leaf, next(dims), start, stop), self.batch, self._whole)
@@ -296,10 +299,16 @@ def _tensors_of(leaf: Any) -> list[Tensor]:
     return tensors_in(leaf) if type(leaf) in (list, tuple) else []  # a list of samples
 
 
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
 def _rows(leaf: Any, dim: int | None, start: int, stop: int) -> Any:
-    if dim is None:
+    if dim is None or (isinstance(leaf, Tensor) and stop - start == leaf.shape[dim]):
         return leaf
-    if not dim or isinstance(leaf, list | tuple):
+    if isinstance(leaf, list | tuple):
+        return map_leaves(_itself, leaf[start:stop])
+    if not dim:
         return leaf[start:stop]
     return leaf[(slice(None),) * dim + (slice(start, stop),)]
 

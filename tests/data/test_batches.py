@@ -3,7 +3,7 @@
 import itertools
 import types
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, MutableSequence
 
 import numpy as np
 import pytest
@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
+import autoaccum
 from autoaccum._data.batches import Window, as_window
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._data.regrouping import stream, windows
+from support.models.small import Limited
 
 Pair = namedtuple("Pair", ["inputs", "targets"])  # noqa: PYI024 - the untyped form is what loaders yield
 
@@ -103,6 +105,84 @@ def test_batch_of_any_nesting_is_cut_joined_and_left_as_it_was(kind):
     assert all(map(torch.equal, tensors_in(joined), before))
     assert rows(window) == [0, 1, 2, 3, 4] * 2
     assert all(one is other for one, other in zip(tensors_in(batch), before, strict=True))
+
+
+def empty(batch):
+    """Take all out of a batch, as models take out labels."""
+    for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():
+        empty(part)
+    if isinstance(batch, MutableMapping | MutableSequence):
+        batch.clear()
+
+
+LISTS = {
+    "names beside tensors": {"x": numbered(5), "names": list("abcde")},
+    "lists of samples": (list(torch.rand(5, 3, 8, 8)), [{"boxes": torch.rand(1, 4)} for _ in range(5)]),
+}
+
+
+@pytest.mark.parametrize("kind", [*NESTINGS, *LISTS])
+def test_what_is_taken_out_of_a_micro_batch_stays_in_the_batch_also_where_it_is_all_of_it(kind):
+    batch = ({**in_every_nesting(numbered(5), numbered(5, 10)), **LISTS})[kind]
+    before, names = tensors_in(batch), list("abcde")
+    window = Window([batch])
+
+    for cut in (window.cut(0, 5), window.cut(1, 3), window.seen(0, 5), window[0], window.joined(), *window.raw()):
+        empty(cut)
+
+    assert all(one is other for one, other in zip(tensors_in(batch), before, strict=True))
+    assert kind != "names beside tensors" or batch["names"] == names
+
+
+class Letters:
+    """A split of one's own that gives the model the batch itself."""
+
+    def count(self, batch):
+        return len(batch["x"])
+
+    def cut(self, batch, sizes):
+        parts = zip(*(torch.split(rows, list(sizes)) for rows in batch.values()), strict=True)
+        return [dict(zip(batch, part, strict=True)) for part in parts]
+
+    def join(self, batches):
+        return batches[0] if len(batches) == 1 else {name: torch.cat([one[name] for one in batches]) for name in "xw"}
+
+
+WEIGHTED = {
+    "dict": (lambda x, w: {"x": x, "w": w}, None),
+    "names beside tensors": (lambda x, w: {"x": x, "w": w, "names": ["a"] * len(x)}, None),
+    "BatchEncoding": (lambda x, w: BatchEncoding({"x": x, "w": w}), None),
+    "pair": (lambda x, w: ({"x": x, "w": w}, x), None),
+    "a split of one's own": (lambda x, w: {"x": x, "w": w}, Letters()),
+}
+
+
+def weighted(model, batch):
+    """A loss that takes its weights out of the batch, and would be another one without them."""
+    own = batch[0] if isinstance(batch, tuple) else batch
+    weights = own.pop("w", None)
+    values = model(own["x"]).square()
+    return (values if weights is None else values * weights).mean()
+
+
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_model_that_takes_items_out_of_a_batch_finds_them_there_after_memory_ran_out(kind):
+    batch_of, split = WEIGHTED[kind]
+    x, w = torch.randn(8, 2), torch.rand(8, 1)
+    weighted(whole := torch.nn.Linear(2, 1), {"x": x, "w": w}).backward()
+    model = Limited(torch.nn.Linear(2, 1), None)
+    model.body.load_state_dict(whole.state_dict())
+    window = autoaccum.Accumulator(
+        model, closure=lambda batch: weighted(model, batch), split=split, micro_batch=8, device="cpu"
+    )
+    for _ in range(4):  # later windows are checked less
+        window.backward(batch_of(x, w))
+    model.zero_grad()
+    model.most = 4
+
+    assert window.backward(batch_of(x, w)).micro_batches == (4, 4)
+
+    torch.testing.assert_close(model.body.weight.grad, whole.weight.grad)
 
 
 # --- pieces beside each other ----------------------------------------------------------------------------------------

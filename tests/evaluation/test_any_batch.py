@@ -69,6 +69,34 @@ def test_results_may_be_nested_and_hold_lists():
     assert found["cache"] is None
 
 
+class Given:
+    """A split of one's own that gives the function the batch itself."""
+
+    def count(self, batch):
+        return len(batch["x"])
+
+    def cut(self, batch, sizes):
+        return [{"x": rows, "mask": batch["mask"]} for rows in torch.split(batch["x"], list(sizes))]
+
+    def join(self, batches):
+        return batches[0]
+
+
+@pytest.mark.parametrize("split", [None, Given()])
+@pytest.mark.parametrize("more", [{}, {"names": list("abcde")}])
+def test_what_a_function_takes_out_of_the_batch_is_there_again_after_memory_ran_out(more, split):
+    def masked(batch):
+        kept = batch.pop("mask", 1.0)
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return batch["x"] * kept
+
+    batch = {"x": torch.ones(5), "mask": torch.tensor(0.5), **more}
+
+    assert batched(masked, split=split)(batch).tolist() == [0.5] * 5
+    assert "mask" in batch
+
+
 def test_random_state_is_that_of_parts_that_did_not_fail():
     of, _ = limited(2, lambda batch: batch + torch.rand(len(batch)))
     torch.manual_seed(0)
