@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 _VERSION, _DEVICE = attrgetter("_version"), attrgetter("device")
-_BY_DEFAULT = ByDefault()
 _PAIR = 2
 
 
@@ -316,21 +315,22 @@ class KnownWindow(Window):
         batch: The batch.
         structure: The structure of the window before.
         kinds: The type of the batch, and what its tensors are like; one object for all such windows.
+        split: That of the window before, which knows how lists are read.
     """
 
-    def __init__(self, batch: Any, structure: Hashable, kinds: Any) -> None:
+    def __init__(self, batch: Any, structure: Hashable, kinds: Any, split: Split | None) -> None:
         self._batch = batch
         self._structure = structure
         self.kinds, self.is_known_pair = kinds, type(batch) is not dict and len(batch) == _PAIR
         self._tensors = list(batch.values() if type(batch) is dict else batch)
         self.samples = len(self._tensors[0])
-        self.split = _BY_DEFAULT
+        self.split = split
         self._starts = (0, self.samples)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:  # type: ignore[override]
         """The batch, read."""
-        piece = piece_of(self._batch, _BY_DEFAULT)
+        piece = piece_of(self._batch, self.split)
         return (Span(piece, 0, piece.samples),)
 
     def plain_batch(self) -> Any:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from autoaccum._data.batches import Window
+    from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
 
 _BEFORE_TENSORS = len(("type", "keys"))
@@ -47,12 +48,14 @@ class _Structure:
         windows: How many there have been.
         epoch: That of the checks when the last of them was checked.
         kinds: The tensors of that window, by type, shape and device; None if it was not a batch of tensors.
+        split: How that window was cut.
     """
 
     key: Hashable
     windows: int = 0
     epoch: int = 0
     kinds: list[Any] | None = None
+    split: Split | None = None
 
 
 class DueChecks:
@@ -103,7 +106,7 @@ class DueChecks:
         batch = window.plain_batch()
         tensors = batch.values() if type(batch) is dict else batch
         is_known = batch is not None and all(type(tensor) is Tensor for tensor in tensors)
-        known.kinds = _kinds(batch) if is_known else None
+        known.kinds, known.split = _kinds(batch) if is_known else None, window.split
 
     def known(self, batch: Any) -> KnownWindow | None:
         """Return a window of a batch of tensors just like those of the last window; None if it is anything else."""
@@ -119,7 +122,7 @@ class DueChecks:
         for tensor, own in zip(tensors, kinds[_BEFORE_TENSORS:], strict=True):
             if type(tensor) is not Tensor or (tensor.shape, tensor.dtype, tensor.device) != own:
                 return None
-        return KnownWindow(batch, known.key, kinds)
+        return KnownWindow(batch, known.key, kinds, known.split)
 
     def void(self) -> None:
         """Check the next window, whatever its structure."""

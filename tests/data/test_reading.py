@@ -99,6 +99,38 @@ def test_first_batch_decides_how_those_of_its_form_are_read():
         Window([levels(4), {"image": torch.rand(3, 5), "levels": boxes(3, 7)}])
 
 
+def summed(model, batch):
+    return model(sum(batch)).square().mean()
+
+
+# Three fields of four samples each could be three samples as well.
+READ = {
+    "split=": (autoaccum.Along(0), [4] * 6),
+    "the first batch": (None, [8, 4, 4, 4, 4]),
+}
+
+
+@pytest.mark.parametrize("loop", ["runner", "accumulator", "fit"])
+@pytest.mark.parametrize(("split", "sizes"), READ.values(), ids=READ)
+def test_lists_are_read_alike_in_all_windows(split, sizes, loop):
+    model = torch.nn.Linear(2, 1)
+    batches = [[torch.randn(size, 6, 2) for _ in range(3)] for size in sizes]
+    options = {"split": split, "device": "cpu"}
+
+    if loop == "accumulator":
+        accumulator = autoaccum.Accumulator(model, forward=summed, micro_batch=2, **options)
+        made = [accumulator.backward(batch).micro_batches for batch in batches]
+    elif loop == "runner":
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 2), forward=summed, **options)
+        made = [runner.step(batch).micro_batches for batch in batches]
+    else:
+        result = autoaccum.fit(model, batches, 4, forward=summed, micro_batch=2, progress=False, **options)
+        made = [report.micro_batches for report in result.history]
+
+    assert sum(map(sum, made)) == sum(sizes)
+
+
 @pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 0]])
 def test_flattened_sequences_are_refused_with_the_remedy(positions):
     ids = torch.ones(1, len(positions), dtype=torch.long)
