@@ -69,8 +69,8 @@ def find_micro_batch(
 
     Each size is tried with a real step: forward, backward and optimizer, with gradients and optimizer state in place.
     Afterwards parameters, buffers, gradients, optimizer state, random state and modes are bit for bit what they were;
-    only the model's device may have changed. Not put back are frozen parameters that the model's own code writes, if
-    all frozen ones together are larger than 64 MiB and than the trained ones.
+    only the model's device may have changed. Not put back, if the model's own code writes them, are frozen parameters,
+    and large buffers of whole numbers, that together are larger than 64 MiB and than the trained parameters.
 
     Args:
         model: The model. It is moved to the device and stays there.

@@ -32,7 +32,8 @@ _VALUES = methodcaller("values")
 # Kernels like BatchNorm's write their statistics without changing the version counter, so small buffers are copied
 # every time. Larger ones (masks, position tables) are seldom statistics.
 _SMALL_ELEMENTS = 65_536
-# Frozen parameters of so many bytes are copied before the first window, of more if they do not exceed the others.
+# Frozen parameters, and large buffers of whole numbers, of so many bytes are copied before the first window, of more if
+# they do not exceed what is trained.
 _FEW_BYTES = 64 * 2**20
 
 
@@ -90,8 +91,9 @@ class Savepoint:
         Args:
             again: An earlier state that is not needed any more, whose memory this one takes over. Modules that have
                 come since are seen where all is looked at anew.
-            copies_all: Whether to copy also what has not been seen to move, but for large tensors of whole numbers
-                (quantised weights), and for frozen parameters if they are larger than the trained ones.
+            copies_all: Whether to copy also what has not been seen to move, but for frozen parameters of whole numbers
+                (quantised weights); and for large buffers of whole numbers, and frozen parameters, if they are larger
+                than the trained ones.
             is_thorough: Whether to look at all modules anew, and at the values of what is not copied, so that
                 `learn_moved` and `damage` find what changes without a trace.
             with_host_random: Whether to save the random state of Python and NumPy also where it has not been seen to
@@ -241,6 +243,7 @@ class SavedState:
         self._filled = [table for table in self._tables if table]
         self._entries = sum(map(len, self._tables))
         self._in_tables = list(chain.from_iterable(map(_VALUES, self._filled)))
+        large: list[tuple[Any, Tensor]] = []
         small: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
         for table in self._tables:
             for name, tensor in table.items():
@@ -248,7 +251,7 @@ class SavedState:
                     continue
                 key = id(table), name
                 if tensor.numel() > _SMALL_ELEMENTS or is_sparse(tensor):
-                    self._sort(key, tensor, copies=copies_all)
+                    large.append((key, tensor))
                 elif is_plain(tensor) and tensor.is_contiguous():
                     small[tensor.dtype, tensor.device].append((key, tensor))
                 else:
@@ -262,28 +265,33 @@ class SavedState:
             ]
             self._small.append(_Small(saved, views, copy))
         self._small_tensors = [saved.tensor for small in self._small for saved in small.saved]
-        self._sort_parameters(copies_all=copies_all)
+        self._sort_large(large, copies_all=copies_all)
         self._single_tensors = [saved.tensor for saved in self._single]
         self._small_at = self._now_at()
         self._watched_tensors = [tensor for _, tensor in self._watched]
         self._address = Tensor.data_ptr if all(map(is_plain, self._watched_tensors)) else address_of
 
-    def _sort_parameters(self, *, copies_all: bool) -> None:
+    def _sort_large(self, buffers: list[tuple[Any, Tensor]], *, copies_all: bool) -> None:
         frozen, trained = (
             sum(parameter.nbytes for parameter in self._parameters if parameter.requires_grad is is_trained)
             for is_trained in (False, True)
         )
+        few = max(trained, _FEW_BYTES)
+        # A queue or a count may be of whole numbers; weights that are may not fit twice.
+        whole = sum(tensor.nbytes for _, tensor in buffers if _is_whole(tensor))
+        for key, tensor in buffers:
+            self._sort(key, tensor, copies=copies_all and (whole <= few or not _is_whole(tensor)))
         # A momentum encoder is as large as what it follows; the frozen base of an adapter may not fit twice.
-        copies_all = copies_all and frozen <= max(trained, _FEW_BYTES)
+        copies_all = copies_all and frozen <= few
         for parameter in self._parameters:
             if parameter._post_accumulate_grad_hooks:  # of an optimizer that steps there, whose state is not saved
                 self._watched.append((id(parameter), parameter))
                 continue
-            self._sort(id(parameter), parameter, copies=copies_all and not parameter.requires_grad)
+            is_frozen = not (parameter.requires_grad or _is_whole(parameter))
+            self._sort(id(parameter), parameter, copies=copies_all and is_frozen)
 
     def _sort(self, key: Any, tensor: Tensor, *, copies: bool) -> None:
-        is_quantised = not (tensor.is_floating_point() or tensor.is_complex())
-        if not is_sparse(tensor) and (key in self._savepoint.moving or (copies and not is_quantised)):
+        if not is_sparse(tensor) and (key in self._savepoint.moving or copies):
             self._single.append(_Saved(key, tensor, tensor.detach().clone()))
         elif not tensor.is_inference():  # whose writes are not counted
             self._watched.append((key, tensor))
@@ -352,3 +360,8 @@ class SavedState:
                 names += [name for name, parameter in part._parameters.items() if id(parameter) in keys]
                 found |= {(id(part), name): f"{path}.{name}" if path else name for name in names}
         return list(found.values()) or ["a tensor that is none of the model's"] * bool(keys)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is one of whole numbers."""
+    return not (is_sparse(tensor) or tensor.is_floating_point() or tensor.is_complex())

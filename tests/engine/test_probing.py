@@ -119,6 +119,22 @@ def test_probe_leaves_no_trace(batch, name, has_stepped, capacity):
     assert (len(optimizer._optimizer_step_post_hooks), len(model._forward_hooks)) == hooks
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("elements", [1, 70_000])
+def test_probe_puts_back_buffers_of_any_size_and_type(batch, elements, kind):
+    class Queue(Hungry):
+        def forward(self, inputs):
+            self.queue.add_(1)
+            return super().forward(inputs)
+
+    model = Queue()
+    model.register_buffer("queue", torch.zeros(elements, dtype=kind))
+
+    find(model, batch, "1GiB", max_micro_batch=4)
+
+    assert not model.queue.any()
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError], ids=["interrupt", "model's own error"])
 @pytest.mark.parametrize("point", [1, 40, 90])
 def test_probe_that_is_broken_off_leaves_no_trace(batch, kind, point):

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -227,6 +228,65 @@ def test_checks_leave_what_a_model_keeps_as_attributes_as_it_was(kind):
             warned_of(model, **options)
 
     assert repr(checked.kept) == repr(stated.kept)
+
+
+class Counts(nn.Module):
+    """Counts its calls somewhere, and reads the number."""
+
+    def __init__(self, make, add):
+        super().__init__()
+        self.layer, self.add = nn.Linear(WIDTH, WIDTH), add
+        self.kept = make()
+
+    def forward(self, inputs):
+        self.add(self)
+        return self.layer(inputs)
+
+
+class CountsInBuffer(Counts):
+    """Counts in a large buffer of whole numbers."""
+
+    def __init__(self):
+        super().__init__(lambda: None, lambda self: self.count.add_(1))
+        self.register_buffer("count", torch.zeros(70_000, dtype=torch.long))
+
+
+def replace(self):
+    hidden, cell = self.kept
+    self.kept = (hidden + 1, cell + 1)
+
+
+def again():
+    held = [0]
+    held.append(held)
+    return held
+
+
+COUNTS = {
+    "large buffer of whole numbers": CountsInBuffer,
+    "large tensor": lambda: Counts(lambda: torch.zeros(70_000), lambda self: self.kept.add_(1)),
+    "list in a dict": lambda: Counts(lambda: {"a": [0]}, lambda self: self.kept["a"].append(1)),
+    "dict in a list": lambda: Counts(lambda: [{"a": 0}], lambda self: self.kept[0].update(a=self.kept[0]["a"] + 1)),
+    "tensor in a dict": lambda: Counts(lambda: {"a": torch.zeros(3)}, lambda self: self.kept["a"].add_(1)),
+    "tuple": lambda: Counts(lambda: (torch.zeros(3), torch.zeros(3)), replace),
+    "tensor in a tuple": lambda: Counts(lambda: (torch.zeros(3), 1), lambda self: self.kept[0].add_(1)),
+    "defaultdict": lambda: Counts(lambda: defaultdict(list), lambda self: self.kept["a"].append(1)),
+    "Counter": lambda: Counts(Counter, lambda self: self.kept.update(a=1)),
+    "list that holds itself": lambda: Counts(again, lambda self: self.kept[1].append(1)),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_checks_leave_what_a_model_counts_anywhere_in_its_attributes_as_it_was(kind):
+    checked, stated = COUNTS[kind](), COUNTS[kind]()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LossWarning)
+        for model, options in ((checked, {}), (stated, {"loss_reduction": "mean"})):
+            warned_of(model, loss=lambda outputs, targets: (outputs - targets).square().mean(), **options)
+
+    assert repr(checked.kept) == repr(stated.kept)
+    assert repr(list(checked.buffers())) == repr(list(stated.buffers()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
