@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,14 @@ class Transfer:
         self._stream: torch.cuda.Stream | None = None
 
     def place(self, batch: Any) -> Any:
-        """Return the batch with its tensors on the device; those already there are not copied."""
+        """Return the batch with its tensors on the device; those already there are copied only if `copies`."""
         # To the CPU, a non-blocking copy could be read before it has completed.
         asynchronous = self._device.type != "cpu"
-        return map_tensors(
-            lambda tensor: tensor.to(self._device, non_blocking=asynchronous), batch, objects=self._place_object
-        )
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(self._device, non_blocking=asynchronous, copy=self.copies)
+
+        return map_tensors(moved, batch, objects=self._place_object)
 
     def copy_always(self) -> None:
         """From now on also copy batches already on the device, because the model modifies its input in place."""
@@ -97,12 +100,12 @@ class Transfer:
     def _place_object(self, thing: Any) -> Any:
         """Return an object that holds tensors, such as a graph or a PackedSequence, with them on the device."""
         if callable(getattr(thing, "to", None)):
-            return thing.to(self._device)
+            return (copy.deepcopy(thing) if self.copies else thing).to(self._device)
         if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
             fields = (field.name for field in dataclasses.fields(thing) if field.init)
             return dataclasses.replace(thing, **{name: self.place(getattr(thing, name)) for name in fields})
         if self._device.type == "cpu":
-            return thing
+            return copy.deepcopy(thing) if self.copies else thing
         raise InvalidInputError(
             f"a micro-batch holds a {type(thing).__name__} with tensors inside, which cannot be moved to "
             f"{self._device}; give its class a method to(device), or let split.join return tensors"
@@ -111,7 +114,7 @@ class Transfer:
     def _place_for(self, copies: list[tuple[Tensor, Tensor]], tensor: Tensor) -> Tensor:
         """Return a place for a tensor on the device, and note what is to be copied there from pinned memory."""
         if tensor.device == self._device:
-            return tensor
+            return tensor.clone() if self.copies else tensor
         host = tensor if tensor.is_pinned() else tensor.pin_memory()
         place = torch.empty_like(host, device=self._device)
         copies.append((place, host))

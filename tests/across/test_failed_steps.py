@@ -1,5 +1,6 @@
 """A step that fails: what is undone, what is told, and what it cannot undo is never silent."""
 
+import dataclasses
 import collections
 import contextlib
 import signal
@@ -224,14 +225,60 @@ class InPlace(nn.Module):
         return self.head(inputs)
 
 
-def in_place_runner(most):
+def in_place_runner(most, **options):
     model = InPlace(most)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, runner_of(model, optimizer, 12, 12)
+    return model, runner_of(model, optimizer, 12, 12, **options)
 
 
-def test_model_that_changes_its_input_is_given_copies_once_that_is_seen():
-    model, runner = in_place_runner(12)
+class Views:
+    """A split of one's own whose parts are views of the batch, within tuples or graphs."""
+
+    def __init__(self, made=None):
+        self.made = made
+
+    def count(self, batch):
+        return len(batch[0])
+
+    def cut(self, batch, sizes):
+        return list(zip(*(part.split(list(sizes)) for part in batch), strict=True))
+
+    def join(self, batches):
+        inputs, targets = batches[0] if len(batches) == 1 else map(torch.cat, zip(*batches, strict=True))
+        return (inputs if self.made is None else self.made(inputs)), targets
+
+
+class Graph:
+    """Holds a tensor, and moves as a graph does: it is itself where its tensors stay."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.x = self.x.to(device)
+        return self
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+
+
+def of_object(model, batch):
+    return model(batch[0].x)
+
+
+KINDS_OF_INPUTS = {
+    "tensors": {},
+    "a split's views": {"split": Views()},
+    "objects": {"split": Views(Graph), "forward": of_object},
+    "dataclasses": {"split": Views(Record), "forward": of_object},
+}
+
+
+@pytest.mark.parametrize("options", KINDS_OF_INPUTS.values(), ids=KINDS_OF_INPUTS)
+def test_model_that_changes_its_input_is_given_copies_once_that_is_seen(options):
+    model, runner = in_place_runner(12, **options)
     inputs, targets = torch.rand(12, 6), torch.randint(0, 3, (12,))
     runner.step((inputs.clone(), targets))
     model.most = 5
@@ -241,6 +288,18 @@ def test_model_that_changes_its_input_is_given_copies_once_that_is_seen():
 
     assert report.micro_batches == (4, 4, 4)
     assert torch.equal(given, inputs)
+
+
+@pytest.mark.parametrize("options", KINDS_OF_INPUTS.values(), ids=KINDS_OF_INPUTS)
+def test_model_that_changes_its_input_gets_copies_in_both_passes_for_a_loss_over_the_window(options):
+    given = torch.rand(12, 6)
+    before, targets = given.clone(), torch.randint(0, 3, (12,))
+    optimizer = torch.optim.SGD((model := InPlace(12)).parameters(), lr=0.1)
+
+    report = runner_of(model, optimizer, 12, 4, loss_scope="window", **options).step((given, targets))
+
+    assert report.micro_batches == (4, 4, 4)
+    assert torch.equal(given, before)
 
 
 def test_window_whose_data_the_model_has_changed_is_not_silently_done_again():
