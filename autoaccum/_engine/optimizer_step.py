@@ -22,8 +22,11 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from autoaccum._data.nesting import plain_parts
 from autoaccum._engine.out_of_memory import Phase, Stage
+from autoaccum._engine.tensor_values import is_plain
 from autoaccum._memory._storages import Transients
+from autoaccum._memory.available_devices import backend_for
 from autoaccum._oom import clear_traceback_frames, first_line, is_oom
 from autoaccum.errors import StateDamagedError
 
@@ -283,7 +286,11 @@ def uncompiled(optimizer: torch.optim.Optimizer) -> AbstractContextManager[objec
 
 
 class OptimizerCopy:
-    """Copies in host memory of what an optimizer step writes: parameters, state, settings and the scaler's scale."""
+    """Copies in host memory of what an optimizer step writes: parameters, state, settings and the scaler's scale.
+
+    Raises:
+        torch.OutOfMemoryError: The host has no memory for all of them, so none is made.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self._optimizer = optimizer
@@ -293,6 +300,8 @@ class OptimizerCopy:
         leaves, self._form = tree_flatten((list(optimizer.state.values()), optimizer.param_groups))
         self._leaves = list(map(own_container, leaves))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        # The kernel ends a process that writes more than the machine has.
+        backend_for(torch.device("cpu")).ensure(sum(map(_own_bytes, tensors)))
         self._copies = [(tensor, tensor._version, aside(tensor)) for tensor in tensors]
 
     def undo(self) -> bool:
@@ -441,6 +450,11 @@ def _uses_lists(group: dict[str, Any]) -> bool:
     if foreach is None:  # the optimizer chooses: loops on the CPU, lists on a GPU
         return any(parameter.device.type != "cpu" for parameter in group["params"])
     return bool(foreach)
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """Return the bytes that this process holds of a tensor: none of a fake one, whose copy is fake."""
+    return sum(part.nbytes for part in plain_parts(getattr(tensor, "_local_tensor", tensor)) if is_plain(part))
 
 
 def aside(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A step that fails: what is undone, what is told, and what it cannot undo is never silent."""
 
-import dataclasses
 import collections
 import contextlib
+import dataclasses
 import signal
 from unittest import mock
 
@@ -78,6 +78,30 @@ def test_first_step_is_taken_back_wherever_it_fails(foreach):
         fault, failures, found = run(point)
         assert (fault.hits, failures, differences(found, expected)) == (1, 1, [])
     assert counted.count > 20
+
+
+WITHIN = {
+    "a step": lambda model, optimizer, batch: runner_of(model, optimizer, 12, 6).step(batch),
+    "a search": lambda model, optimizer, batch: autoaccum.find_micro_batch(
+        model, batch, optimizer=optimizer, device="cpu"
+    ),
+}
+
+
+@pytest.mark.parametrize("work", WITHIN)
+def test_copy_that_the_host_has_no_memory_for_is_not_begun(work, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer, batch = torch.optim.AdamW(model.parameters(), lr=0.1), (torch.rand(12, 6), torch.arange(12) % 3)
+    before = state_of(model, optimizer)
+    # No limit of a process lets allocations succeed that the machine has no memory for.
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr("autoaccum._memory.host._machine_free", lambda: held - 1)
+
+    with pytest.raises(autoaccum.DoesNotFitError):
+        WITHIN[work](model, optimizer, batch)
+
+    assert differences(state_of(model, optimizer), before) == []
 
 
 @pytest.mark.parametrize("foreach", [False, True])
