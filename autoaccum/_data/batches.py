@@ -35,7 +35,7 @@ class Window(Sequence[Any]):
     """The samples of one optimizer step, in the pieces that the loader yielded.
 
     As a sequence it contains the pieces as the model gets them. Pieces whose tensors differ in their trailing shape are
-    never joined: a micro-batch ends where such a piece begins.
+    never joined: a micro-batch ends where such a piece begins. Pieces of 0 samples are left out beside others.
 
     Args:
         batches: The pieces in order; each is one batch.
@@ -71,7 +71,8 @@ class Window(Sequence[Any]):
         pieces = [piece_of(batch, split) for batch in batches]
         if not pieces:
             raise InvalidInputError("a window needs at least one batch, got none")
-        self._set([Span(piece, 0, piece.samples) for piece in pieces], split)
+        held = [piece for piece in pieces if piece.samples] or pieces
+        self._set([Span(piece, 0, piece.samples) for piece in held], split)
 
     def _set(self, spans: Sequence[Span], split: Split | None) -> None:
         self.spans, self.split = tuple(spans), split

@@ -211,6 +211,25 @@ def test_unlike_pieces_are_never_joined(one, other):
     assert window.joined() is window
 
 
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("micro_batch", [2, "auto"])
+def test_batch_without_samples_in_a_window_changes_nothing(micro_batch, place, width):
+    def gradient(*batches):
+        torch.manual_seed(0)
+        accumulator = autoaccum.Accumulator(
+            model := torch.nn.Linear(2, 1), loss=torch.nn.MSELoss(), micro_batch=micro_batch, device="cpu"
+        )
+        accumulator.backward(Window(batches))
+        return model.weight.grad
+
+    batches = [(torch.randn(4, 2), torch.randn(4, 1)), (torch.randn(3, 2), torch.randn(3, 1))]
+    more = list(batches)
+    more.insert(place, (torch.zeros(0, width), torch.zeros(0, 1)))
+
+    torch.testing.assert_close(gradient(*more), gradient(*batches))
+
+
 # --- a loader's stream -----------------------------------------------------------------------------------------------
 
 
