@@ -51,8 +51,9 @@ def batched(
         vectors = embed(images)  # (N, D), in order
 
     The whole batch is tried first. When memory runs out, the part that failed is run again in smaller ones; the size is
-    kept for batches of as many samples, and grows back later. Gradients are off. Modules that the function refers to
-    keep their modes; their state and random state are restored where a part is run again.
+    kept for batches of as many samples, and grows back later (on the CPU, where a failure can crash, it stays).
+    Gradients are off. Modules that the function refers to keep their modes; their state and random state are restored
+    where a part is run again.
 
     Args:
         function: A function of a batch, and of other arguments that are passed on to each of its parts. It moves the

@@ -46,6 +46,16 @@ def test_size_is_remembered_and_grows_back():
     assert 8 in sizes
 
 
+def test_size_stays_on_the_cpu():
+    of, sizes = limited(4, lambda batch: batch)
+    run = batched(of)
+
+    for _ in range(40):
+        run(torch.zeros(8))
+
+    assert sizes == [8, *[4] * 80]
+
+
 def test_parts_halve_while_they_fail_and_grow_back_to_as_few_as_fit():
     of, sizes = limited(112, lambda batch: batch)
     run = batched(of, device=autoaccum.Simulated("1MiB"))
