@@ -188,7 +188,7 @@ class _Run:
             variables |= variables_of(self._sizes)
         before = _linux.read_kills()
         arguments = fill_in(self._command, numbers)
-        # Without it, torchrun kills its ranks 30 s after it was asked to end, and this process would kill it as it does.
+        # torchrun would kill its ranks 30 s after it was asked to end, whatever grace they were promised.
         patience = {_TORCHRUN_GRACE: str(max(1, round(self._options.grace_s - _BEFORE_S)))}
         ended = supervisor.run(arguments, patience | os.environ | variables)
         return ended, diagnose(ended, reason_file.read(path), _linux.risen(before, _linux.read_kills()))

@@ -2,8 +2,8 @@
 
 The session keeps signals of a terminal from reaching the command twice. If our stderr is a terminal, the command gets a
 pseudo-terminal of the same size and draws its progress bars; otherwise a pipe. stdin and stdout are the command's. If
-this process is killed, the kernel sends SIGTERM to the command (PR_SET_PDEATHSIG). What the command has started, also in
-sessions of its own as torchrun's ranks are, ends with a command that is asked to end. Linux only, main thread only.
+this process is killed, the kernel sends SIGTERM to the command (PR_SET_PDEATHSIG). What the command has started, in
+sessions of its own too as torchrun's ranks are, ends with a command that is asked to end. Linux only, main thread only.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class JSONLinesLog(Callback):
 
     def _write_held(self) -> None:
         held, self._held = self._held, None
-        if held is not None:
+        if held is not None and self._file is not None:
             at_s, epoch, report = held
             # If the device was lost, the step's numbers are, too. Another error would hide the one that says so.
             with contextlib.suppress(RuntimeError):
