@@ -424,3 +424,20 @@ def test_the_batch_script_is_kept_beside_the_log_and_can_be_submitted_again(subm
     with contextlib.suppress(subprocess.CalledProcessError):
         subprocess.run(["scancel", again.stdout.strip()], check=True)
     assert again.stdout.strip().isdigit()
+
+
+# The last one: what else is on that node would be requeued as well.
+@needs_two_nodes
+def test_when_one_of_its_nodes_goes_down_a_job_returns_to_the_queue(submit):
+    job = submit(WAITING, "--nodes", 2, arguments=["x"])
+    started(job, times=2)
+    shown = subprocess.run(["scontrol", "show", "job", job.id], capture_output=True, text=True, check=True).stdout
+    names = ["scontrol", "show", "hostnames", re.search(r" NodeList=(\S+)", shown)[1]]
+    node = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+    # It comes back by itself, as its slurmd is alive.
+    subprocess.run(["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test"], check=True)
+
+    assert job.ended() == "COMPLETED"
+    assert f"Node failure on {node}" in job.log
+    assert job.log.count("start 1") == 2
