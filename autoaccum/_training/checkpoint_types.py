@@ -113,6 +113,30 @@ def _require(name: str, value: object, is_right: object) -> None:
 # --- what others keep -------------------------------------------------------------------------------------------------
 
 
+def check_like(name: str, value: Any, own: Any) -> None:
+    """Check a value of one of PyTorch's optimizers, schedulers or scalers by that which it has in this call.
+
+    Raises:
+        ValueError: It is of another kind. A switch that is None here may be set there, and the reverse.
+    """
+    if isinstance(own, Mapping):
+        _require(name, value, isinstance(value, Mapping))
+        for key in own.keys() & value.keys():
+            check_like(f"{name}.{key}", value[key], own[key])
+    elif isinstance(own, list | tuple):
+        _require(name, value, isinstance(value, list | tuple) and (not own or len(value) == len(own)))
+        for item, one in zip(value, own, strict=False):
+            check_like(name, item, one)
+    elif own is None or type(own) is bool:
+        _require(name, value, value is None or type(value) is bool or (own is None and _is_number(value)))
+    elif _is_number(own):
+        _require(name, value, _is_number(value))
+    elif isinstance(own, Tensor):
+        _require(name, value, isinstance(value, Tensor) and value.shape == own.shape)
+    elif type(own) is str:
+        _require(name, value, type(value) is str)
+
+
 def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> None:
     """Check what an optimizer keeps for each parameter; of others than PyTorch's is only known that it has names.
 
@@ -121,8 +145,7 @@ def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) ->
     Raises:
         ValueError: It is of another kind.
     """
-    kind = type(optimizer)
-    is_plain = kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
+    is_plain = is_of_torch(optimizer) and type(optimizer).__name__ not in ("Adafactor", "LBFGS")
     number = 0
     for group in optimizer.param_groups:
         common: dict[Any, bool] = {}  # entries, and whether they are tensors
@@ -139,6 +162,11 @@ def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) ->
             common = common or entries
             _require(what, state, entries in ({}, common))
     _require("optimizer.state", states, not is_plain or states.keys() <= set(range(number)))
+
+
+def is_of_torch(thing: object) -> bool:
+    """Whether an optimizer or a scheduler is PyTorch's, and holds nothing of the user's whose form may change."""
+    return type(thing).__module__.startswith("torch.") and not hasattr(thing, "lr_lambdas")
 
 
 def _is_number(value: object) -> bool:
