@@ -11,10 +11,11 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
+from autoaccum._engine.dtensor import fsdp_modules
 from support.ranks.adapters import Tight, here, part_of_samples
 from support.ranks.sharded_accumulating import whole
 
@@ -231,3 +232,51 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
             done = trl_trainers.trained(made, "sft", folder, samples=24, **own)
         parameters = [whole(one).clone() for one in done.model.parameters()]
         return {"parameters": parameters, "log": trainers.history(done)}
+
+
+def loaded_in_shards(rank, size, folder, *, kind="gpt2", most=None, **sizes):
+    """Train a model that Transformers itself has sharded while it loaded it; return parameters and the log.
+
+    `most` is of each rank: more samples at once lack memory in evaluation.
+    """
+    warnings.simplefilter("ignore")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}"}
+    import transformers  # noqa: PLC0415 - slow
+    from transformers.distributed import DistributedConfig  # noqa: PLC0415
+
+    from autoaccum.integrations.transformers import auto_accumulate  # noqa: PLC0415
+    from support.models import trainers  # noqa: PLC0415
+
+    if rank == 0:
+        trainers.model_of("gpt2").save_pretrained(folder / "model")
+    distributed.barrier()
+    own = {"per_device_train_batch_size": 12 // size, "per_device_eval_batch_size": 12 // size, "max_grad_norm": 0.5}
+    own |= {"eval_strategy": "epoch", "num_train_epochs": 2, "lr_scheduler_type": "constant"}
+    with told_of_devices(rank, size):
+        asked = DistributedConfig(**(sizes or {"fsdp_size": size}))
+        model = transformers.GPT2LMHeadModel.from_pretrained(
+            folder / "model", distributed_config=asked, dtype=torch.float64
+        )
+        assert fsdp_modules([model]) or sizes
+        base = transformers.Trainer
+        if kind != "gpt2":
+            import trl  # noqa: PLC0415
+
+            base = trl.RewardTrainer
+        made = auto_accumulate(base, micro_batch=4)(
+            model=model,
+            args=transformers.TrainingArguments(str(folder), **(trainers.SETTINGS | own)),
+            train_dataset=trainers.rows_of("gpt2", 24),
+            eval_dataset=trainers.rows_of("gpt2", 13),
+            data_collator=trainers.collated,
+        )
+        if most is not None:
+
+            def hook(module, args, kwargs):
+                if not module.training and len(kwargs["input_ids"]) > most[rank]:
+                    raise torch.OutOfMemoryError("told to")
+
+            model.register_forward_pre_hook(hook, with_kwargs=True)
+        made.train()
+        parameters = [whole(one).clone() for one in model.parameters()]
+        return {"parameters": parameters, "log": trainers.history(made)}

@@ -10,12 +10,14 @@ from autoaccum._data.transfer import Transfer
 from autoaccum._distributed.data_parallel import RankPeers
 from autoaccum._engine.forward_backward import GradientStep
 from autoaccum._engine.optimizer_step import OptimizerSteps
+from autoaccum._loss.known_shares import Nothing
 from support.ranks.sharded import train
 
 WHERE = {
     "enter": (GradientStep, "run"),
     "transfer": (Transfer, "feed"),
     "reserve": (OptimizerSteps, "reserve"),
+    "spare pass": (Nothing, "enter"),
     "after the passes": (RankPeers, "_fill_losses"),
 }
 
