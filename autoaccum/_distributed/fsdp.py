@@ -110,7 +110,7 @@ class ShardedRankPeers(RankPeers):
         if not self._is_written:
             # Fused kernels move no versions, and a rate that begins with 0 no values.
             shards = [getattr(one, "_local_tensor", one).detach() for one in self._trained]
-            sums = torch.stack([shard.sum(dtype=torch.float64) for shard in shards]).tolist()
+            sums = torch.stack([shard.sum(dtype=torch.float64) for shard in shards]).tolist() if shards else []
             now = [one._version for one in self._trained], sums
             self._at_first = self._at_first or now
             self._is_written = now != self._at_first

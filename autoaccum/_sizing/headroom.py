@@ -97,7 +97,9 @@ class Headroom:
 
     def note_peak(self) -> None:
         """Take the peak into account, which other code is about to reset."""
-        self._take(self._memory.peak_bytes() or 0)
+        peak = self._memory.peak_bytes()
+        if peak is not None:
+            self._take(peak)
 
     def _take(self, peak: int) -> None:
         self._recent = max(self._recent or 0, peak)

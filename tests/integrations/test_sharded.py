@@ -131,7 +131,7 @@ IN_SHARDS = pytest.mark.skipif(transformers.__version__ < "5.1", reason="Transfo
 
 @IN_SHARDS
 def test_model_that_transformers_has_loaded_in_shards_trains_and_evaluates_as_one_process(rank_pool, tmp_path):
-    (alone,) = rank_pool.run("sharded_adapters:trainer", tmp_path, size=1)
+    (alone,) = rank_pool.run("sharded_adapters:loaded_in_shards", tmp_path, size=1)
 
     found = rank_pool.run("sharded_adapters:loaded_in_shards", tmp_path, size=2)
 
@@ -154,7 +154,6 @@ def test_evaluation_of_a_model_in_shards_is_cut_on_no_rank_alone(rank_pool, tmp_
     ("asked", "said"),
     [
         ({"kind": "reward"}, "RewardTrainer was never tried with auto_accumulate() and FSDP2"),
-        ({"tp_size": 2}, "tp_size=2"),
         ({"pp_size": 2}, "pp_size=2"),
     ],
     ids=str,

@@ -234,10 +234,10 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
         return {"parameters": parameters, "log": trainers.history(done)}
 
 
-def loaded_in_shards(rank, size, folder, *, kind="gpt2", most=None, **sizes):
-    """Train a model that Transformers itself has sharded while it loaded it; return parameters and the log.
+def loaded_in_shards(rank, size, folder, *, kind="llama", most=None, **sizes):
+    """Train a model that Transformers itself has sharded while it loaded it; on one process, as it is.
 
-    `most` is of each rank: more samples at once lack memory in evaluation.
+    Returns parameters and the log. `most` is of each rank: more samples at once lack memory in evaluation.
     """
     warnings.simplefilter("ignore")
     os.environ |= {"HF_HUB_OFFLINE": "1", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}"}
@@ -247,29 +247,37 @@ def loaded_in_shards(rank, size, folder, *, kind="gpt2", most=None, **sizes):
     from autoaccum.integrations.transformers import auto_accumulate  # noqa: PLC0415
     from support.models import trainers  # noqa: PLC0415
 
-    if rank == 0:
-        trainers.model_of("gpt2").save_pretrained(folder / "model")
-    distributed.barrier()
     own = {"per_device_train_batch_size": 12 // size, "per_device_eval_batch_size": 12 // size, "max_grad_norm": 0.5}
     own |= {"eval_strategy": "epoch", "num_train_epochs": 2, "lr_scheduler_type": "constant"}
+
+    def made(base, model):
+        rows = trainers.rows_of("llama", 24)
+        args = transformers.TrainingArguments(str(folder), **(trainers.SETTINGS | own))
+        given = {"train_dataset": rows, "eval_dataset": rows[:13], "data_collator": trainers.collated}
+        return base(model=model, args=args, **given)
+
+    if size == 1:
+        trainer = made(transformers.Trainer, trainers.model_of("llama"))
+        trainer.train()
+        return {"parameters": [one.detach() for one in trainer.model.parameters()], "log": trainers.history(trainer)}
+    if kind == "reward":
+        import trl  # noqa: PLC0415
+
+        from support.models import trl_trainers  # noqa: PLC0415
+
+        whole_model, loads = trl_trainers.model(kind), transformers.AutoModelForSequenceClassification
+    else:
+        whole_model, loads = trainers.model_of(kind), transformers.AutoModelForCausalLM
+    if rank == 0:
+        whole_model.save_pretrained(folder / "model")
+    distributed.barrier()
     with told_of_devices(rank, size):
         asked = DistributedConfig(**(sizes or {"fsdp_size": size}))
-        model = transformers.GPT2LMHeadModel.from_pretrained(
-            folder / "model", distributed_config=asked, dtype=torch.float64
-        )
+        model = loads.from_pretrained(folder / "model", distributed_config=asked, dtype=torch.float64)
         assert fsdp_modules([model]) or sizes
-        base = transformers.Trainer
-        if kind != "gpt2":
-            import trl  # noqa: PLC0415
-
-            base = trl.RewardTrainer
-        made = auto_accumulate(base, micro_batch=4)(
-            model=model,
-            args=transformers.TrainingArguments(str(folder), **(trainers.SETTINGS | own)),
-            train_dataset=trainers.rows_of("gpt2", 24),
-            eval_dataset=trainers.rows_of("gpt2", 13),
-            data_collator=trainers.collated,
-        )
+        if kind == "reward":
+            trl_trainers.trained(auto_accumulate(trl.RewardTrainer), kind, folder, network=model)
+        trainer = made(auto_accumulate(transformers.Trainer, micro_batch=4), model)
         if most is not None:
 
             def hook(module, args, kwargs):
@@ -277,6 +285,6 @@ def loaded_in_shards(rank, size, folder, *, kind="gpt2", most=None, **sizes):
                     raise torch.OutOfMemoryError("told to")
 
             model.register_forward_pre_hook(hook, with_kwargs=True)
-        made.train()
+        trainer.train()
         parameters = [whole(one).clone() for one in model.parameters()]
-        return {"parameters": parameters, "log": trainers.history(made)}
+        return {"parameters": parameters, "log": trainers.history(trainer)}
