@@ -218,6 +218,8 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
             layer = "GPT2Block" if kind == "gpt2" else "LlamaDecoderLayer"
             config = {"version": 2, "state_dict_type": OF_STATE[state], "transformer_layer_cls_to_wrap": [layer]}
             config |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+            if transformers.__version__ < "5":  # whose default of FSDP1 needs a GPU
+                config["sync_module_states"] = "false"
             own |= {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
         given = {"resume": get_last_checkpoint(str(folder))} if resumes else {}
         if kind == "gpt2":
