@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoaccum._records import DeviceScalar
+from autoaccum._records import DeviceScalar  # an argument
 from autoaccum._training import console as progress_module
 from autoaccum._training.console import LineProgress, RichProgress, progress_for
 from support.data.records import EVALUATION, MIB, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
@@ -113,6 +113,15 @@ def test_lines_tell_a_run_in_order_and_what_is_not_said_twice(clock):
         "evaluation after epoch 1: loss 0.5, accuracy 0.9375 (360 samples, 1.5 s)",
         *SUMMARY,
     ]
+
+
+def test_time_left_is_of_the_samples_of_all_ranks(clock):
+    shown, file = in_lines(max_steps=10)
+    for step in (1, 2):
+        clock.now += 1.0
+        shown.on_step(step_report(step, samples=400, micro_batches=(34, 33, 33)), epoch=1)
+
+    assert "step 2/10: loss 0.25, 400 samples/s, 8 s left" in file.getvalue()
 
 
 def test_lines_tell_a_step_and_wait_for_the_device_only_when_the_last_line_is_long_enough_ago(clock):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum._records import DeviceScalar
+from autoaccum._records import DeviceScalar  # an argument
 from autoaccum._training.loggers import JSONLinesLog
 from autoaccum.errors import InvalidInputError
 from support.data.records import (
@@ -55,7 +55,7 @@ KEYS = {
     "trial": "size fits peak_bytes elapsed_s",
     "plan": "step target_batch micro_batches micro_batch accum_steps probe",
     "step": "step epoch samples loss losses micro_batches oom_events elapsed_s peak_bytes grad_norm skipped "
-    "learning_rates noise_scale",
+    "learning_rates noise_scale repeats",
     "oom": "step phase size message",
     "epoch_end": "epoch",
     "evaluation": "epoch step loss metrics samples elapsed_s losses",

@@ -15,7 +15,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from autoaccum._engine.dtensor import fsdp_modules
+from autoaccum._engine.dtensor import fsdp_modules  # whether a framework has sharded a model at all
 from support.ranks.adapters import Tight, here, part_of_samples
 from support.ranks.sharded_accumulating import whole
 
