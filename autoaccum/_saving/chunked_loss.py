@@ -96,8 +96,6 @@ class ChunkedLoss(nn.Module):
             self.head,
             hidden,
             labels,
-            held=Held(self.head),
-            is_alone=True,
             asked="a loss in chunks",
             weight=self.weight,
             ignore_index=self.ignore_index,
@@ -134,8 +132,6 @@ class ChunkedLoss(nn.Module):
             self.head,
             hidden,
             ids,
-            held=Held(self.head),
-            is_alone=True,
             asked="log-probabilities in chunks",
             ignore_index=self.ignore_index,
             reduction="none",
@@ -148,9 +144,9 @@ def chunked_cross_entropy(
     hidden: Tensor,
     labels: Tensor,
     *,
-    held: Held,
-    is_alone: bool,
     asked: str,
+    held: Held | None = None,
+    is_alone: bool = True,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -158,9 +154,10 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy as `ChunkedLoss` does, of logits that `make` makes of some tokens.
 
-    The layer `head` does so with the parameters in `held`; if it `is_alone`, kernels may take its weight. `asked` is
-    what to call this in an error.
+    The layer `head` does so with the parameters in `held`, by default its own; if it `is_alone`, kernels may take its
+    weight. `asked` is what to call this in an error.
     """
+    held = held or Held(head)
     if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
         raise InvalidInputError(
             f"a loss in chunks takes the class of each token, as integers of shape {tuple(hidden.shape[:-1])}, and the "
