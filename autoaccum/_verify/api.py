@@ -118,8 +118,8 @@ def _verify_splits(
         made = max((len(one["steps"]) for one in ranks[0]["optimizers"]), default=0)
         if made < steps:
             raise InvalidInputError(
-                f"{sizes.micro_batch} x {sizes.accum_steps} made {made} of {steps} steps of a torch.optim.Optimizer; a "
-                "function must make its model and optimizer, and step"
+                f"train, run as {sizes.micro_batch} x {sizes.accum_steps}, made {made} of {steps} steps of a "
+                "torch.optim.Optimizer; it must make its model and optimizer, and step"
             )
         return Run(sizes.micro_batch, sizes.accum_steps, ranks)
 
