@@ -55,38 +55,46 @@ def run_and_end_all(
     return code if code is None or code >= 0 else 128 - code
 
 
-@contextlib.contextmanager
-def _ending_all() -> Iterator[None]:
-    others = _descendants()
-    _LIBC.prctl(_SUBREAPER, 1)  # orphans become children of this process
-    former = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        while left := _descendants() - others:
-            for process in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(process, os.WNOHANG)
-            time.sleep(_POLL_S / 10)
-        _LIBC.prctl(_SUBREAPER, 0)
-        for number, handler in former.items():
-            signal.signal(number, handler)
+def adopt_orphans(*, adopts: bool) -> None:
+    """Let what loses its parent below this process become its child, or not any more."""
+    _LIBC.prctl(_SUBREAPER, int(adopts))
 
 
-def _leave(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
-
-
-def _descendants() -> set[int]:
+def descendants(*, with_zombies: bool = False) -> set[int]:
+    """Return the processes below this one; nobody but their parents reaps zombies."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b") ")[2].split()[1])
+            state, parent, *_ = path.read_bytes().rpartition(b") ")[2].split()
+            if with_zombies or state not in (b"Z", b"X"):
+                parents[int(path.parent.name)] = int(parent)
     found: set[int] = set()
     left = {os.getpid()}
     while left:
         left = {process for process, parent in parents.items() if parent in left}
         found |= left
     return found
+
+
+@contextlib.contextmanager
+def _ending_all() -> Iterator[None]:
+    others = descendants(with_zombies=True)
+    adopt_orphans(adopts=True)
+    former = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        while left := descendants(with_zombies=True) - others:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process, os.WNOHANG)
+            time.sleep(_POLL_S / 10)
+        adopt_orphans(adopts=False)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _frame: object) -> None:
+    sys.exit(128 + number)

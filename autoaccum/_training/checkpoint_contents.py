@@ -26,7 +26,7 @@ from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.optimizers import OptimizerList
 from autoaccum._records import SAMPLES
 from autoaccum._sizing.cutting import Cutting
-from autoaccum._training.checkpoint_types import check_like, check_states, check_types
+from autoaccum._training.checkpoint_types import check_states, check_types
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -276,15 +276,11 @@ def _check_others(content: Mapping[str, Any], own: Mapping[str, Any], optimizer:
     for group, other in zip(own["optimizer"]["state"]["param_groups"], kept["param_groups"], strict=True):
         if other["params"] != group["params"]:
             raise ValueError("the optimizer's parameters have other numbers")
-        check_like("optimizer.param_groups", other, group)
     check_states(optimizer, kept["state"])
     weights = content["optimizer"]["weights"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if weights is not None and list(map(_form, weights)) != list(map(_form, parameters)):
         raise ValueError("the weights that the optimizer trains with are of other shapes than its parameters")
-    for name in ("scheduler", "scaler"):
-        if own[name] is not None:
-            check_like(name, content[name], own[name])
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

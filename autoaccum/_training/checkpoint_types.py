@@ -113,30 +113,6 @@ def _require(name: str, value: object, is_right: object) -> None:
 # --- what others keep -------------------------------------------------------------------------------------------------
 
 
-def check_like(name: str, value: Any, own: Any) -> None:
-    """Check a value of an optimizer, a scheduler or a scaler by that which it has in this call.
-
-    Raises:
-        ValueError: It is of another kind. A switch that is None here may be set there, and the reverse.
-    """
-    if isinstance(own, Mapping):
-        _require(name, value, isinstance(value, Mapping))
-        for key in own.keys() & value.keys():
-            check_like(f"{name}.{key}", value[key], own[key])
-    elif isinstance(own, list | tuple):
-        _require(name, value, isinstance(value, list | tuple) and (not own or len(value) == len(own)))
-        for item, one in zip(value, own, strict=False):
-            check_like(name, item, one)
-    elif own is None or type(own) is bool:
-        _require(name, value, value is None or type(value) is bool or (own is None and _is_number(value)))
-    elif _is_number(own):
-        _require(name, value, _is_number(value))
-    elif isinstance(own, Tensor):
-        _require(name, value, isinstance(value, Tensor) and value.shape == own.shape)
-    elif type(own) is str:
-        _require(name, value, type(value) is str)
-
-
 def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> None:
     """Check what an optimizer keeps for each parameter; of others than PyTorch's is only known that it has names.
 

@@ -34,8 +34,8 @@ def loader_of(widths):
     ]
 
 
-def trained(widths, target=4, **options):
-    model = RunsOut()
+def trained(widths, target=4, make=RunsOut, **options):
+    model = make()
     result = autoaccum.fit(
         model,
         loader_of(widths),
@@ -105,6 +105,27 @@ def test_checkpoints_count_what_was_trained(tmp_path):
 
     assert (rest.resumed_from, rest.steps, rest.samples) == (1, whole.steps, whole.samples)
     assert rest.skipped_samples == whole.skipped_samples == 2
+
+
+class Interrupts(RunsOut):
+    """Is interrupted in the pass after one that had no memory, with all sizes given."""
+
+    def forward(self, inputs):
+        if getattr(self, "lacks", False):
+            raise KeyboardInterrupt
+        self.lacks = self.training and inputs.shape[1] > LARGEST
+        return super().forward(inputs)
+
+
+def test_sample_of_a_window_that_is_interrupted_is_counted_once(tmp_path):
+    widths, options = [4, 4, 40, 4, 4, 4], {"on_too_large": "skip", "checkpoint": tmp_path, "micro_batch": 1}
+    _, whole = trained(widths, 2, on_too_large="skip", micro_batch=1)
+    with pytest.raises(KeyboardInterrupt):
+        trained(widths, 2, make=Interrupts, **options)
+
+    _, rest = trained(widths, 2, **options)
+
+    assert (rest.resumed_from, rest.skipped_samples, whole.skipped_samples) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("wider", [0, 3], ids=["as wide", "wider and wider"])
