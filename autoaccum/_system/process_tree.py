@@ -29,18 +29,9 @@ def run_and_end_all(
 ) -> int | None:
     """Run a command without stdin until it ends or is done; then kill all of it.
 
-    SIGTERM and SIGHUP to this process kill the command, too. From the main thread alone, while nothing else starts
-    processes.
-
-    Args:
-        arguments: The command.
-        environment: Its variables.
-        folder: Where its output goes, to files `out` and `err`.
-        timeout_s: Seconds until it must be done.
-        is_done: Whether nothing of it is needed any more.
-
-    Returns:
-        Its exit code, 128 + N if signal N ended it, 127 if it cannot be started; None if it was killed.
+    Its output goes to files `out` and `err` of the folder. SIGTERM and SIGHUP to this process kill the command, too.
+    From the main thread alone, while nothing else starts processes. Returns its exit code, 128 + N if signal N ended
+    it, 127 if it cannot be started; None if it was killed.
     """
     with _ending_all(), (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         end = time.monotonic() + timeout_s

@@ -30,26 +30,19 @@ _NEAR = 1e-2
 _BETWEEN = {
     "cleared": "gradients are cleared inside the window: only its last micro-batches count",
     "clipped": "gradients are clipped between micro-batches, not once before the step",
-    "unscaled": "gradients are unscaled between micro-batches, not once before the step",
-    "changed": "gradients are scaled or changed between micro-batches",
+    "changed": "gradients are scaled, unscaled or changed between micro-batches, not once before the step",
 }
 Ranks = list[dict[str, Any]]
 
 
 class _Step:
-    """A step of one optimizer, as its ranks saw it, one after the other.
-
-    Attributes:
-        seen: The windows, by rank.
-        owners: The module of each parameter.
-        gradient: Its projections, zeros without a gradient: (parameters, projections).
-        lacking: The modules with a parameter without a gradient.
-    """
+    """A step of one optimizer, as its ranks saw it, one after the other."""
 
     def __init__(self, seen: Sequence[dict[str, Any]]) -> None:
-        self.seen = seen
+        self.seen = seen  # the windows, by rank
         names, rows = zip(*(row for one in seen for row in one["gradients"]), strict=True)
-        self.owners = [name.rpartition(".")[0] or name for name in names]
+        self.owners = [name.rpartition(".")[0] or name for name in names]  # the module of each parameter
+        # Projections, zeros without a gradient: (parameters, projections).
         self.gradient = torch.tensor([row or [0.0] * 8 for row in rows], dtype=torch.float64)
         self.lacking = {owner for owner, row in zip(self.owners, rows, strict=True) if row is None}
 
@@ -156,10 +149,9 @@ class _Comparison:
         """Return the relative difference, and what is wrong; "" if nothing is."""
         difference, off = _off(self._b.gradient, self._a.gradient), self._modules_off()
         if difference <= self._tolerance and not off:
-            return difference, self._clipped_by_hand() or self._other_rate()
+            return difference, self._clipped_by_hand()
         diagnoses: tuple[Callable[[], str], ...] = (
             self._other_size,
-            self._ranks_apart,
             self._scaled,
             partial(self._of_modules, off),
             self._changed_between,
@@ -182,12 +174,6 @@ class _Comparison:
                     return f"perhaps clipped to equal norms; before that, {self._times(factor / its)}"
         return ""
 
-    def _other_rate(self) -> str:
-        for rate, other in zip(self._a.all("rates"), self._b.all("rates"), strict=False):
-            if not math.isclose(rate, other, rel_tol=1e-6):
-                return f"the learning rate is {other:.4g}, not {rate:.4g}; perhaps its schedule counts micro-batches"
-        return ""
-
     def _other_size(self) -> str:
         """The step takes more samples or fewer; that the others are the same tells it from another order."""
         of, samples = Counter(self._a.all("samples")), Counter(self._b.all("samples"))
@@ -196,15 +182,6 @@ class _Comparison:
             return f"the optimizer steps inside the window, after {samples.total()} of {of.total()} samples"
         if set(samples) > set(of):  # the same ones again are of a check, or of a recomputation
             return f"the optimizer steps late, after {samples.total()} samples, not {of.total()}"
-        return ""
-
-    def _ranks_apart(self) -> str:
-        def alike(step: _Step) -> bool:
-            ranks = step.gradient.chunk(self._world_size)
-            return all(_off(one, ranks[0]) <= self._tolerance for one in ranks if one.shape == ranks[0].shape)
-
-        if alike(self._a) and not alike(self._b):
-            return "ranks step with gradients of their own: the last backward pass is not reduced, as in no_sync"
         return ""
 
     def _scaled(self) -> str:
@@ -246,11 +223,9 @@ class _Comparison:
             return ""
         labels = torch.tensor(self._b.seen[0]["labels"], dtype=torch.float64)
         is_by_labels = labels.shape == share.shape and float((labels / labels.mean() - share).abs().max()) < 10 * _NEAR
-        scale = 1 / float(weights.mean())
-        beside = f"; beside that, {self._times(scale)}" if abs(scale - 1) > _NEAR else ""
         return (
             f"a mean of means: micro-batches count alike, and should count {share.min():.2f} to {share.max():.2f} "
-            f"times as much{', by their labels' if is_by_labels else ''}{beside}"
+            f"times as much{', by their labels' if is_by_labels else ''}"
         )
 
     def _modules_off(self) -> dict[str, float]:
