@@ -126,7 +126,9 @@ class Sizing:
         packs = getattr(window.split, "packs", None)
         if self._wanted.by_width and not self._wanted.is_uniform and packs not in (None, cutter.frontier.packs):
             cutter.frontier.begin_anew(packs=packs)
-            cutter.forget_limits()
+            cutter.set(cutter.plan)
+            cutter.widths, self.learner = None, Learner(cutter)
+            is_learning = self.is_learning
         cutter.begin(window.widths(), is_learning=is_learning)
         self._is_measuring = not is_learning and self._wanted.by_width and self._can_measure and self._is_news()
         is_careful = self._wanted.by_width and not self._memory.fails_cleanly
