@@ -61,8 +61,8 @@ def timed():
     """Return the costs of samples of the Llama, from micro-batches that are timed."""
     torch.set_num_threads(1)
     model, costs = llama(), Costs()
-    for width in [WIDTHS[0], *WIDTHS * TIMES]:
-        samples = 2048 // width
+    for width, tokens in [(WIDTHS[0], 2048), *itertools.product(WIDTHS * TIMES, (2048, 6144))]:
+        samples = tokens // width
         batch = padded([torch.randint(1, VOCABULARY, (width,)) for _ in range(samples)])
         began = time.process_time()
         model(**batch).loss.backward()
@@ -73,7 +73,7 @@ def timed():
 def of_cost(cost):
     """Return costs that a fit finds to be this one."""
     # In hours, in place of seconds: samples are sent however little that gains.
-    return Costs.of_state([[width, 3600 * cost.of(width)] for width in WIDTHS])
+    return Costs.of_state([[1, width, 3600 * cost.of(width)] for width in WIDTHS])
 
 
 def held(rank, size, folder, asked):

@@ -116,7 +116,7 @@ class Dealer:
         part.places = [place for place, rank in enumerate(loaded) if rank == ranks.rank]
         if not loaded or self._has_failed or any(stay) or self._is_left_out(list(map(len, each_widths))):
             return
-        cost = fitted(one for of_rank in measured for one in of_rank)
+        cost = fitted(tuple(one for of_rank in measured for one in of_rank))
         each = [cost.of(width) for widths in each_widths for width in widths]
         owners = shares(each, loaded, ranks.size)
         before, after = (busiest(each, of_ranks, ranks.size) for of_ranks in (loaded, owners))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from autoaccum._sizing import packing, planner
 from autoaccum._sizing.backoff import Backoffs
+from autoaccum._sizing.costs import fitted
 from autoaccum._sizing.frontier import joined_widths, mean_widths_between, widths_between
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Cutter:
         self.parameters = parameters
         self.wanted = wanted
         self.events = events
+        self._costs = cutting.costs
         self._widths_before = cutting.widths
         self._sizes: tuple[int, ...] | None = None  # of the current window
         self._backoffs = Backoffs()
@@ -173,6 +175,11 @@ class Cutter:
             if runs == [(plan.target_batch, self.widths)]:
                 return plan.micro_batches
             return planner.cut(samples, self.limit(runs[0][1], samples), is_uniform=self.wanted.is_uniform)
+        cost, sorts = fitted(self._costs.measured()), runs == sorted(runs, key=lambda run: run[1], reverse=True)
+        if cost.fixed and sorts and self.wanted.by_width and not self.wanted.is_uniform:
+            known = [(cost.of(sum(widths)), self.limit(widths, samples), alike) for alike, widths in runs]
+            costs, limits = zip(*((one, most) for one, most, alike in known for _ in range(alike)), strict=True)
+            return planner.cheapest(costs, limits, cost.fixed)
         sizes = self._greedy(runs, samples)
         even = planner.balanced(samples, -(-samples // len(sizes)))
         return even if self._are_allowed(even, runs) else sizes

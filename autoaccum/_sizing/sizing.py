@@ -192,10 +192,10 @@ class Sizing:
         self._memory.synchronize()
         elapsed_s = time.perf_counter() - self._entered_at
         widths, peak = self.cutter.widths_of(start, size), self._memory.peak_bytes()
-        self.costs.note(size, sum(widths), elapsed_s)
         ahead = int(self._copied_bytes * sum(widths) * size)
         extra = None if peak is None or self._held_bytes is None else max(1, peak - self._held_bytes) + ahead
         if self.is_learning:
+            self.costs.note(size, sum(widths), elapsed_s)  # not later, or a run that goes on would cut otherwise
             self.learner.ran(start, size, widths, peak=peak, extra=extra, elapsed_s=elapsed_s)
             return
         frontier = self.cutter.frontier

@@ -209,7 +209,7 @@ def lengths_in(window):
 def dealt_in_turn(rank, size, windows, seconds):
     """Deal out equal windows where a token takes so many seconds; return the lengths held after each."""
     dealer, window = dealer_of(rank)
-    costs, found = Costs.of_state([[1, seconds], [1000, 1000 * seconds]]), []
+    costs, found = Costs.of_state([[1, 1, seconds], [1, 1000, 1000 * seconds]]), []
     for _ in range(windows):
         part = window([8, 6, 4], [1, 1, 1])
         dealer.deal(part, costs)
