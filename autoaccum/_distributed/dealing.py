@@ -110,17 +110,18 @@ class Dealer:
             RankFailedError: Another rank has failed, or is gone.
         """
         ranks = self._ranks
-        said = ranks.exchange("widths", (part.each_width(), costs.measured(), self._stays(), self._seconds))
-        each_widths, measured, stay, seconds = zip(*said, strict=True)
+        told = part.each_width(), fitted(costs.measured()), self._stays(), self._seconds
+        each_widths, costs_of, stay, seconds = zip(*ranks.exchange("widths", told), strict=True)
         loaded = [rank for rank, widths in enumerate(each_widths) for _ in widths]
         part.places = [place for place, rank in enumerate(loaded) if rank == ranks.rank]
         if not loaded or self._has_failed or any(stay) or self._is_left_out(list(map(len, each_widths))):
             return
-        cost = fitted(tuple(one for of_rank in measured for one in of_rank))
+        # That of one rank, since the last bits of a fit may differ between hosts.
+        cost = next((one for one in costs_of if one != BY_ELEMENTS), BY_ELEMENTS)
         each = [cost.of(width) for widths in each_widths for width in widths]
         owners = shares(each, loaded, ranks.size)
         before, after = (busiest(each, of_ranks, ranks.size) for of_ranks in (loaded, owners))
-        if before <= _ENOUGH * after or (cost is not BY_ELEMENTS and before - after <= max(seconds)):
+        if before <= _ENOUGH * after or (cost != BY_ELEMENTS and before - after <= max(seconds)):
             self._seconds *= _FADES
             return
         began = time.perf_counter()
