@@ -14,12 +14,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum._data.batches import Window
-from autoaccum._distributed.dealing import Dealer
-from autoaccum._distributed.process_group import Ranks, all_ranks
-from autoaccum._memory.host import Host
-from autoaccum._sizing.costs import Costs
-from autoaccum._system.notices import Notices
+from autoaccum._data.batches import Window  # which is dealt out by hand
+from autoaccum._distributed.dealing import Dealer  # by hand
+from autoaccum._distributed.process_group import Ranks, all_ranks  # whose exchanges are counted
+from autoaccum._memory.host import Host  # of the ranks that deal by hand
+from autoaccum._sizing.costs import Costs  # that are given
+from autoaccum._system.notices import Notices  # of the ranks that deal by hand
 from support.data.ragged import Causal, lengths_of, padded, texts
 from support.ranks import tokens
 
