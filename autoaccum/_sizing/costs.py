@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Ranges of widths, and of numbers of samples, differ by this factor.
 _RANGE = math.sqrt(2.0)
@@ -39,6 +42,26 @@ class Cost(NamedTuple):
         """Return the cost of a sample of this width, above 0, beside that of a micro-batch."""
         known = min(width, self.widest)
         return self.linear * known + self.quadratic * known * known
+
+    def cheapest(self, widths: Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes of micro-batches that cost least together: padding against what each costs anyway.
+
+        None is of one sample, which BatchNorm refuses, where another way is left.
+
+        Args:
+            widths: Those of samples, the widest first, to which others with it are padded.
+            limits: How many samples from each on may go together.
+        """
+        costs = list(map(self.of, widths))
+        least, sizes, alone = np.zeros(len(costs) + 1), [0] * len(costs), 1e3 * (self.fixed * len(costs) + sum(costs))
+        for start in reversed(range(len(costs))):
+            numbers = np.arange(1, min(limits[start], len(costs) - start) + 1)
+            each = self.fixed + costs[start] * numbers + least[start + numbers] + alone * (numbers == 1)
+            sizes[start], least[start] = 1 + int(each.argmin()), each.min()
+        found: list[int] = []
+        while (start := sum(found)) < len(costs):
+            found.append(sizes[start])
+        return tuple(found)
 
 
 # As good as any where nothing is known, and the same on all ranks.

@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from autoaccum._arguments import check_positive_int, shown
 from autoaccum._records import Plan, Trial
 from autoaccum.errors import InvalidInputError
@@ -100,29 +98,6 @@ def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:
     parts = -(-samples // max_micro_batch)
     small, larger_ones = divmod(samples, parts)
     return (small + 1,) * larger_ones + (small,) * (parts - larger_ones)
-
-
-def cheapest(costs: Sequence[float], limits: Sequence[int], fixed: float) -> tuple[int, ...]:
-    """Cut samples of unlike width so that micro-batches cost least together: padding against what each costs anyway.
-
-    None is of one sample, which BatchNorm refuses, where another way is left.
-
-    Args:
-        costs: The cost of each sample, the widest first, and of all that are padded to it.
-        limits: How many samples from each on may go together.
-        fixed: The cost of a micro-batch beside that of its samples.
-    """
-    least, sizes = np.zeros(len(costs) + 1), [0] * len(costs)
-    alone = 1e3 * (fixed * len(costs) + sum(costs))
-    for start in reversed(range(len(costs))):
-        numbers = np.arange(1, min(limits[start], len(costs) - start) + 1)
-        each = fixed + costs[start] * numbers + least[start + numbers] + alone * (numbers == 1)
-        sizes[start] = 1 + int(each.argmin())
-        least[start] = each.min()
-    found: list[int] = []
-    while (start := sum(found)) < len(costs):
-        found.append(sizes[start])
-    return tuple(found)
 
 
 def shrink(samples: int, failed_size: int, growth: float = GROWTH_AFTER_FAILURE) -> int | None:

@@ -1,8 +1,11 @@
 """Costs of samples and micro-batches, from the times of micro-batches."""
 
+import itertools
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autoaccum._sizing.costs import BY_ELEMENTS, Cost, Costs, fitted
 
@@ -100,3 +103,23 @@ def test_costs_are_those_of_their_state():
 )
 def test_state_that_no_training_can_have_written_is_none(state):
     assert Costs.of_state(state).measured() == ()
+
+
+def in_row(samples):
+    """Yield all sizes of parts in a row."""
+    yield from [(first, *rest) for first in range(1, samples + 1) for rest in in_row(samples - first)] or [()]
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 9)), min_size=1, max_size=9), st.integers(0, 100))
+def test_cheapest_cut_weighs_padding_against_what_each_micro_batch_costs_anyway(samples, fixed):
+    widths, limits = sorted((width for width, _ in samples), reverse=True), sorted(limit for _, limit in samples)
+
+    found = Cost(1.0, 0.0, fixed).cheapest(widths, limits)
+
+    costs_of = {}
+    for sizes in in_row(len(widths)):
+        starts = list(itertools.accumulate(sizes[:-1], initial=0))
+        if all(size <= limits[start] for size, start in zip(sizes, starts, strict=True)):
+            cost = sum(fixed + size * widths[start] for size, start in zip(sizes, starts, strict=True))
+            costs_of[sizes] = sizes.count(1), cost  # BatchNorm refuses one sample
+    assert costs_of[found] == min(costs_of.values())

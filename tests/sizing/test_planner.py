@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum import Plan
-from autoaccum._sizing.planner import cheapest, cut, format_cut, plan, shrink
+from autoaccum._sizing.planner import cut, format_cut, plan, shrink
 from autoaccum.records import Trial
 
 SIZES = st.integers(min_value=1, max_value=5000)
@@ -82,26 +82,6 @@ def test_uniform_cut_with_a_shorter_last_one_leaves_it_as_long_as_can_be(samples
 
     alike = [other for other in cuts_of(samples, most, len(found)) if len(set(other[:-1])) <= 1]
     assert found[-1] == max(other[-1] for other in alike)
-
-
-def in_row(samples):
-    """Yield all sizes of parts in a row."""
-    yield from [(first, *rest) for first in range(1, samples + 1) for rest in in_row(samples - first)] or [()]
-
-
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 9)), min_size=1, max_size=9), st.integers(0, 100))
-def test_cheapest_cut_weighs_padding_against_what_each_micro_batch_costs_anyway(samples, fixed):
-    costs, limits = sorted((cost for cost, _ in samples), reverse=True), sorted(limit for _, limit in samples)
-
-    found = cheapest(costs, limits, fixed)
-
-    costs_of = {}
-    for sizes in in_row(len(costs)):
-        starts = list(itertools.accumulate(sizes[:-1], initial=0))
-        if all(size <= limits[start] for size, start in zip(sizes, starts, strict=True)):
-            cost = sum(fixed + size * costs[start] for size, start in zip(sizes, starts, strict=True))
-            costs_of[sizes] = sizes.count(1), cost  # BatchNorm refuses one sample
-    assert costs_of[found] == min(costs_of.values())
 
 
 @pytest.mark.parametrize(
