@@ -363,7 +363,11 @@ class PlanLifecycle:
         self._left_out = (self._progress.state.position, self._left_out_now + 1)
         sample = sample_of(window, place)
         self._notices.say(f"{sample} does not fit and is left out (on_too_large='skip')", key=f"too large {sample}")
-        return Window.of_spans(spans, window.split, window.used)
+        rest = Window.of_spans(spans, window.split, window.used)
+        if window.places is not None or len(window.groups()) > 1:  # else all are alike
+            places = range(window.samples) if window.places is None else window.places
+            rest.places = [*places[:place], *places[place + 1 :]]
+        return rest
 
     @property
     def _left_out_now(self) -> int:
