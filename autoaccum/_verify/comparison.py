@@ -152,6 +152,7 @@ class _Comparison:
             return difference, self._clipped_by_hand()
         diagnoses: tuple[Callable[[], str], ...] = (
             self._other_size,
+            self._ranks_apart,
             self._scaled,
             partial(self._of_modules, off),
             self._changed_between,
@@ -182,6 +183,15 @@ class _Comparison:
             return f"the optimizer steps inside the window, after {samples.total()} of {of.total()} samples"
         if set(samples) > set(of):  # the same ones again are of a check, or of a recomputation
             return f"the optimizer steps late, after {samples.total()} samples, not {of.total()}"
+        return ""
+
+    def _ranks_apart(self) -> str:
+        def alike(step: _Step) -> bool:
+            ranks = step.gradient.chunk(self._world_size)
+            return all(_off(one, ranks[0]) <= self._tolerance for one in ranks if one.shape == ranks[0].shape)
+
+        if alike(self._a) and not alike(self._b):
+            return "ranks step with gradients of their own: the last backward pass is not reduced, as in no_sync"
         return ""
 
     def _scaled(self) -> str:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 KINDS = {
     "ddp": "",
     "ddp_not_divided": "every gradient is 4 times as large: the loss is not divided by the accumulation steps",
+    "ddp_never_reduced": "ranks step with gradients of their own: the last backward pass is not reduced, as in no_sync",
     "by_hand": "",
     "by_hand_world_size": "every gradient is 2 times as large: as many as there are ranks (2)",
     "fsdp2": "",

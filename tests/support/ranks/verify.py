@@ -28,7 +28,7 @@ for number, (inputs, targets) in enumerate(zip(x, y, strict=True), 1):
     is_last = number % accum_steps == 0
     if is_sharded:
         model.set_requires_gradient_sync(is_last)
-    waits = kind.startswith("ddp") and not is_last
+    waits = kind.startswith("ddp") and (not is_last or (kind == "ddp_never_reduced" and accum_steps > 1))
     with model.no_sync() if waits else contextlib.nullcontext():
         divide = 1 if kind.endswith("not_divided") else accum_steps
         (F.cross_entropy(model(inputs), targets) / divide).backward()
