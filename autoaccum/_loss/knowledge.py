@@ -51,6 +51,9 @@ class LossKnowledge:
         is_checked: Whether losses were tried on several samples, or on one where no two can be.
         is_checked_now: Whether they were checked for the current window, each confirmed or met for the first time.
         is_tried_now: Whether such a check was tried, whatever it confirmed.
+        was_asked_now: Whether a check was asked for in the current window.
+        doubtful: Samples of the current window of which nothing explains the divisor, for that check.
+        counted_in_sums: What the current evaluation has counted of what sums may be divided by.
         failures: Windows in a row whose weights were predicted wrong.
         counted: What all ranks count in the window for which losses are tried; None in one process.
         owes_warning: Whether it is to be warned of what is known of a single sample alone.
@@ -61,6 +64,10 @@ class LossKnowledge:
         self.default = self._asked = default
         self.summands: dict[str, tuple[Known, ...]] = {}
         self.is_torch_loss = self.is_models_own = self.is_checked = self.is_checked_now = self.is_tried_now = False
+        self.was_asked_now = False
+        self.doubtful: list[int] = []
+        self.counted_in_sums: dict[Count, float] = {}
+        self._each_sample: dict[SummandKey, float] = {}  # the w of a sample, the same in an evaluation
         self.counted: Mapping[Count, float] | None = None
         self.failures = 0
         self.said = LossWarnings()
@@ -133,7 +140,7 @@ class LossKnowledge:
 
     def ask_for_check(self) -> None:
         """Have losses tried before the next window that is cut, whatever is known of them."""
-        self.is_checked = False
+        self.is_checked, self.was_asked_now = False, True
 
     def do_without_check(self) -> None:
         """Go on with what is known, since a check does not fit; it is tried again when the next is due."""
@@ -143,7 +150,15 @@ class LossKnowledge:
 
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""
-        self.is_checked_now = self.is_tried_now = False
+        self.is_checked_now = self.is_tried_now = self.was_asked_now = False
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation, which has counted nothing yet."""
+        self.counted_in_sums, self._each_sample = {}, {}
+
+    def each_sample(self, key: SummandKey) -> float:
+        """Return the w of a sample in the last check before an evaluation: later ones may find another scale."""
+        return self._each_sample.setdefault(key, self.summands[key[0]][key[1]].per_sample)
 
     def note(self, losses: Iterable[LossValue]) -> None:
         """Note which losses state their weight, and which are as the arguments say."""
@@ -209,13 +224,20 @@ class LossKnowledge:
         term, others = _unconfirmed(name, known)
         if not term or (others and (Reduction.MEAN not in others or self.is_models_own)):
             return
+        doubtful = next(one for one in known if one.reduction is Reduction.UNCONFIRMED)
+        if doubtful.is_guess:
+            raise InvalidInputError(
+                f"{term} cannot be read from its graph, and no samples could be tried together that tell how "
+                "micro-batches make up the whole batch's; return it by its name, as a (sum, weight) pair, or pass "
+                "loss_reduction='mean' or 'sum'"
+            )
         last = (
             "or return it by its name, as (term * n, n), which counts by samples"
             if others
             else "or pass loss_reduction='mean' to average micro-batches all the same, as for BatchNorm without "
             "running statistics"
         )
-        if next(one for one in known if one.reduction is Reduction.UNCONFIRMED).sums_add:
+        if doubtful.sums_add:
             raise InvalidInputError(
                 f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch add up, and what "
                 f"they are divided by does not{tried}, as max(k, n) does not. Return the (sum, weight) pair, with n "

@@ -270,7 +270,15 @@ class OfSums(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("trainer", [Trainer, OfSums])
+class OfAtLeast(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs = model(**inputs)
+        kept = inputs["labels"] != -100
+        loss = (outputs.logits.square().mean(2) * kept).sum() / kept.sum().clamp(min=30)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("trainer", [Trainer, OfSums, OfAtLeast])
 @pytest.mark.parametrize("within", [contextlib.nullcontext, torch.inference_mode])
 def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_that_is(tmp_path, within, trainer):
     """Of gpt2 the trainer counts first labels, which have no loss; in one batch nothing counts."""
