@@ -19,12 +19,12 @@ import torch
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import counts_in, counts_of
-from autoaccum._loss.comparison import by_graph, compare, guess_of, is_told, of_singles, says_nothing
+from autoaccum._loss.comparison import are_same, by_graph, compare, guess_of, is_told, of_singles, says_nothing
 from autoaccum._loss.graph_reader import ReadTerm
-from autoaccum._loss.loss_values import no_mean, not_finite
+from autoaccum._loss.loss_values import check_weights, no_mean, not_finite
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
-from autoaccum._loss.summands import SAME_WEIGHT, Known, Reduction, Source
+from autoaccum._loss.summands import BY_SAMPLES, SAME_WEIGHT, Known, Reduction, Source
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class LossCheck:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
         has_tried = False
-        for sample, first in choices(window, most):
+        for sample, first in choices(window, most, self.knowledge.doubtful):
             for source in self.passes:
                 self._try(source, sample, first)
             has_tried = True
@@ -140,6 +140,8 @@ class LossCheck:
             guess = guess_of(runs)
             are_told = all(is_told(number, guess[number], runs) for number in dead)
             self._open[name] = self._open.get(name, True) and are_told
+            if run.is_pair and all(one.summands[0].node for one in runs):
+                check_weights(name, *(float(one.weights[0] or 0.0) for one in runs))
             if not run.is_stated:
                 mixed = [guess[number] if number in dead else one for number, one in enumerate(known)]
                 self._found.setdefault(name, mixed)
@@ -148,6 +150,7 @@ class LossCheck:
             if known[0].reduction is not Reduction.MEAN:
                 by_samples = losses > 1 and run.is_pair and all(one.weights[0] == one.samples for one in runs)
                 values = [(one.value, float(one.weights[0] or 0.0)) for one in runs]
+                check_weights(name, *(weight for _, weight in values))
                 if (error := no_mean(name, *values, by_samples=by_samples)) is not None:
                     raise error
                 self.knowledge.said.of_samples(name)
@@ -269,7 +272,17 @@ class LossCheck:
                 alike = [of_row[name] for of_row in read if len(of_row.get(name, ())) == len(summands)]
                 by_summand = list(zip(*alike, strict=True)) if len(alike) == len(cuts) else []
                 found[name] = of_singles(by_summand, counts, whole) or [by_graph(one) for one in summands]
+            if len(rows) > 1 and any(one.reduction is not Reduction.MEAN for name in read[0] for one in found[name]):
+                self._find_constants(found, [self._observe(source, window, row, row + 1) for row in rows])
         return {} if self.knowledge.is_torch_loss else found
+
+    def _find_constants(self, found: dict[str, list[Known]], of_rows: Sequence[Mapping[str, Observation]]) -> None:
+        """Find the summands that have the same gradient in each single sample, as a penalty on parameters has."""
+        for name in found.keys() & of_rows[0].keys():
+            runs = [own for row in of_rows if (own := row.get(name)) and len(own.summands) == len(found[name])]
+            for number, one in enumerate(found[name]):
+                if one.reduction is not Reduction.MEAN and len(runs) > 1 and are_same(number, runs, self.tolerance):
+                    found[name][number] = replace(BY_SAMPLES, reduction=Reduction.CONSTANT)
 
     def _read_alone(self, source: Pass, cut: Any) -> dict[str, list[ReadTerm]]:
         """Return the summands of each loss of one sample, without their graphs."""
