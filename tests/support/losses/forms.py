@@ -391,7 +391,8 @@ FORMS = {
     ),
     "mean up to the longest": Form(longest, allowed="warned or refused"),
     "masked mean * part kept": Form(
-        lambda o, b: (row(o, b) * b["has"]).sum() / b["has"].sum().clamp(min=1) * b["has"].mean()
+        lambda o, b: (row(o, b) * b["has"]).sum() / b["has"].sum().clamp(min=1) * b["has"].mean(),
+        allowed="exact or warned",
     ),
     "median": Form(lambda o, b: row(o, b).median(), allowed="refused"),
     "logsumexp": Form(lambda o, b: row(o, b).logsumexp(0), allowed="warned or refused"),
