@@ -96,7 +96,7 @@ def _of_number(knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known]
 
 def _look_for_clamp(knowledge: LossKnowledge, name: str, known: Known, window: Window) -> None:
     """Warn of a sum that may be divided by max(k, n), once an evaluation has counted more than its divisor."""
-    totals = knowledge.counted_in_sums
+    totals = knowledge.now.counted_in_sums
     for count, n in counted(window, 0, window.samples, frozenset(known.hints)).items() if known.hints else ():
         totals[count] = totals.get(count, 0.0) + n
         if totals[count] > known.least:

@@ -186,7 +186,7 @@ class Reads:
         are_counts = len(divisors) > 1 and all(map(float.is_integer, divisors))
         ones = [read for read in self._reads if read.divisor == 1.0]
         ones = [read for read in ones if read.value is None or _is_zero(read) or not are_counts]
-        if ones and not (self.known.is_guess and self._knowledge.is_tried_now):
+        if ones and not (self.known.is_guess and self._knowledge.now.is_tried):
             self._knowledge.said.of_clamp(self._key[0])
         for read in ones:
             if _is_zero(read):
@@ -216,11 +216,11 @@ class Reads:
             RecheckWindow: None of them does, for the first time in a window: a check is due of what does not fit.
         """
         hints = self.known.hints
-        if hints and not fit and not self._knowledge.was_asked_now and not self._has_to_pass:
+        if hints and not fit and not self._knowledge.now.was_asked and not self._has_to_pass:
             # It may be another function, or samples that were tried were alike by accident.
             odd = [[not _are_one(*one, pairs) for one in pairs] for pairs in compared.values()]
             parts = [read.part for read, is_odd in zip(reads, min(odd, key=sum), strict=True) if is_odd]
-            self._knowledge.doubtful = [row for part in parts for row in range(part.start, part.stop)]
+            self._knowledge.now.doubtful = [row for part in parts for row in range(part.start, part.stop)]
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             raise RecheckWindow(changed(self._key[0], how))
         if hints and not fit and not self._has_to_pass:
