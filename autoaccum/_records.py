@@ -359,7 +359,8 @@ class FitResult:
         is_larger = any(max(report.micro_batches, default=0) > most for report in self.history[-1:])
         shorter = "; of shorter samples, more at once" if is_larger else ""
         lines.append(f"micro-batches: {self.plan.accum_steps} of at most {counted(most, 'sample')}{shorter}")
-        lines.append(f"ran out of memory: {counted(self.oom_events, 'time')}")
+        if self.oom_events:
+            lines.append(f"ran out of memory: {counted(self.oom_events, 'time')}")
         if self.skipped_samples:
             lines.append(f"samples left out, since they do not fit alone: {self.skipped_samples:,}")
         if self.savings:

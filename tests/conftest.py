@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from autoaccum._system.output import write_line
+from autoaccum._system.output import write_line  # the terminal's own line
 from support.processes import sharing_out
 from support.ranks.pool import RankPool
 

@@ -58,6 +58,7 @@ def test_result_prints_as_a_dozen_lines():
     )
 
     lines = str(result).splitlines()
+    assert not any("out of memory" in line for line in lines)  # which never happened
 
     assert lines[0].startswith("30 optimizer steps, 120 samples in ")
     assert any(line.startswith("last of 1 evaluations: loss ") and "accuracy" in line for line in lines)

@@ -399,9 +399,9 @@ class Training:
         """Evaluate if there is validation data, move on, and save the best so far."""
         if self._validation is None:
             return False
-        evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
-        self._spent["evaluations"] += evaluation.elapsed_s
-        self._observers.on_evaluation(evaluation, epoch=epoch, step=self._progress.state.windows)
+        with self._validation.run(self._lifecycle.current.sizing.plan.micro_batch) as evaluation:
+            self._spent["evaluations"] += evaluation.elapsed_s
+            self._observers.on_evaluation(evaluation, epoch=epoch, step=self._progress.state.windows)
         with signals.held():
             self._evaluations.append(evaluation)
             self._progress.move_on(evaluation, ends_epoch=ends_epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.loader_memory import generators_of
@@ -12,7 +13,7 @@ from autoaccum._engine.step_limit import drawn
 from autoaccum._evaluation.evaluation import Evaluator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from autoaccum._records import Evaluation, MemoryEvent
     from autoaccum._training.one_call import Call
@@ -76,23 +77,31 @@ class Validation:
             state.restore()
             self._random.put_back(before)
 
-    def run(self, trained_size: int) -> Evaluation:
-        """Evaluate, and restore the random state; on failure, also restore buffers if checkpoints are written.
+    @contextmanager
+    def run(self, trained_size: int) -> Iterator[Evaluation]:
+        """Evaluate and hand over the evaluation; if that or the block fails, leave what moves as it was before.
+
+        The block is for those who are told of the evaluation: a checkpoint may follow their failure, and the resume
+        evaluates again. Random state is the training's own within the block, too.
 
         Args:
             trained_size: The micro-batch of the training, with which the evaluation begins.
         """
-        # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
         before = self._random.take()
-        own = states_of(self._generators)
         state = self._step.savepoint.save() if self._is_kept else None
         try:
-            with self._savings.in_force():
-                return self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
+            yield self._evaluated(trained_size, before)
         except BaseException:
             if state is not None:
                 state.restore()
             raise
+
+    def _evaluated(self, trained_size: int, random: tuple[Any, ...]) -> Evaluation:
+        """Evaluate, and restore the random state: a loader draws a seed for its workers, and a model may draw, too."""
+        own = states_of(self._generators)
+        try:
+            with self._savings.in_force():
+                return self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
         finally:
             set_states(self._generators, own)
-            self._random.put_back(before)
+            self._random.put_back(random)

@@ -12,6 +12,7 @@ from torch import nn
 import autoaccum
 from support.faults.cases import Case
 from support.faults.modes import FailAt, differences, state_of
+from support.faults.places import lack
 from support.faults.sweep import Sweep
 from support.faults.training import LackAt, play
 from support.models.small import runner_of
@@ -40,15 +41,11 @@ class FailIn:
         setattr(self._owner, self.where, self._whole)
 
 
-def out_of_memory():
-    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
-
-
 @pytest.mark.parametrize("window", [0, 1])
 def test_memory_that_runs_out_between_two_parameters_is_undone_or_told(window):
     case = Case("mlp", "fp32", "Adam, loop")
     sweep = Sweep(case)
-    fault = FailIn(torch.Tensor, "addcdiv_", out_of_memory(), call=3)
+    fault = FailIn(torch.Tensor, "addcdiv_", lack(), call=3)
 
     played = play(case, {window: fault})
 
@@ -146,7 +143,7 @@ def test_kernels_over_lists_that_fail_before_they_write_are_undone_and_later_one
 
     for kernel in kernels:
         sweep = Sweep(case)
-        fault = FailIn(torch, kernel, out_of_memory())
+        fault = FailIn(torch, kernel, lack())
         played = play(case, {1: fault})
         sweep.judge(played, 1, fault, kernel)
         assert (sweep.tally.mismatches, fault.hits) == ([], 1)
@@ -398,7 +395,7 @@ def test_step_counters_that_are_numbers_go_back_with_a_step_that_failed():
     for _ in range(3):
         runner.step(batch)
 
-    with FailIn(torch.optim._functional, "sparse_adam", out_of_memory()):
+    with FailIn(torch.optim._functional, "sparse_adam", lack()):
         runner.step(batch)
 
     assert [state["step"] for state in optimizer.state.values()] == [4]
@@ -414,7 +411,7 @@ def test_state_that_was_emptied_is_empty_again_after_a_step_that_failed():
     for state in optimizer.state.values():
         state.clear()
 
-    with FailIn(torch, "zeros_like", out_of_memory(), call=2):
+    with FailIn(torch, "zeros_like", lack(), call=2):
         runner.step(batch)
 
     assert [state["step"].item() for state in optimizer.state.values()] == [1, 1]
@@ -435,7 +432,7 @@ def test_what_is_written_of_parameters_that_have_replaced_others_is_seen():
     def begun(_params, _grads, averages, *rest, **_):
         rest[2][0] += 1
         averages[0].mul_(0.9)
-        raise out_of_memory()
+        raise lack()
 
     with mock.patch("torch.optim.adam._single_tensor_adam", begun), pytest.raises(autoaccum.errors.StateDamagedError):
         runner.step(batch)

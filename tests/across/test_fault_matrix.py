@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
 from support.faults.modes import differences, state_of
+from support.faults.places import Fault, passed_back
 
 SAMPLES, MICRO_BATCH, WINDOWS = 16, 4, 4
 FEATURES = ("plain", "BatchNorm", "Dropout", "pair", "window loss", "clipping", "two optimizers", "generator", "draws")
@@ -60,39 +61,24 @@ SOME_CASES = [case for number, case in enumerate(CASES) if (number // len(FEATUR
 BY_TURNS = list(zip(FEATURES, [*PRECISIONS] * 3, strict=True))
 
 
-class Fault:
-    """Raises at certain times that a place is passed, counted from when it is told to."""
+class AtPlace(Fault):
+    """A fault of one place, which all of them ask for."""
 
     def arm(self, place=None, times=(), error=None):
-        self.place, self.times, self.error, self.passed, self.hits = place, times, error, 0, 0
+        self.place = place
+        super().arm(*times, error=error)
 
     def at(self, place):
         if place == self.place:
-            self.passed += 1
-            if self.passed - 1 in self.times:
-                self.hits += 1
-                raise self.error or torch.OutOfMemoryError("CUDA out of memory.")
+            self()
 
 
-FAULT = Fault()  # the only one, since the state of what a model holds is put back
+FAULT = AtPlace()
 
 
 @pytest.fixture(autouse=True)
 def no_fault():
     FAULT.arm()
-
-
-class Through(torch.autograd.Function):
-    """Fails on the way back, when the gradients of the last layer have arrived."""
-
-    @staticmethod
-    def forward(ctx, values):
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        FAULT.at("backward")
-        return gradient
 
 
 class Net(nn.Module):
@@ -109,7 +95,7 @@ class Net(nn.Module):
         if self.noise is not None:
             hidden = hidden + torch.randn(hidden.shape, generator=self.noise)
         FAULT.at("forward")
-        return self.head(Through.apply(hidden))
+        return self.head(passed_back(hidden, lambda: FAULT.at("backward")))  # with the last layer's gradients there
 
 
 def loss_of(feature):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from support.faults.places import Fault, lack
 from support.models.small import assert_bitwise, fit_quietly, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -75,21 +76,8 @@ class Short(autoaccum.Simulated):
     def reserve(self, size):
         if self.is_short:
             self.is_short, self.failed = False, self.failed + 1
-            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+            raise lack()
         super().reserve(size)
-
-
-class Once:
-    """A hook on an optimizer's step that lacks memory at the n-th step."""
-
-    def __init__(self, step):
-        self.steps, self.at, self.failed = 0, step, 0
-
-    def __call__(self, *_):
-        self.steps += 1
-        if self.steps == self.at:
-            self.failed += 1
-            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
 
 
 def trained(make, where=None):
@@ -102,7 +90,7 @@ def trained(make, where=None):
         device=device,
         precision="auto" if make is rounded_stochastically else "fp32",
     )
-    hook = Once(1 if where == "first step, written" else 3)
+    hook = Fault(0 if where == "first step, written" else 2)
     if where == "first step, written":
         runner.optimizer.register_step_post_hook(hook)
     elif where == "step":
@@ -112,7 +100,7 @@ def trained(make, where=None):
     for number, window in enumerate(data(make)):
         device.is_short = where == "reservation" and number == 2
         events += runner.step(window).oom_events
-    return state_of(model), events, hook.failed + device.failed
+    return state_of(model), events, hook.hits + device.failed
 
 
 @pytest.mark.parametrize("where", ["first step, written", "reservation", "step"])

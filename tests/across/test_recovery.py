@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader
 
 import autoaccum
 from support.faults.modes import differences, state_of
+from support.faults.places import Fault, lack, passed_back
 from support.models.small import runner_of
 from support.ranks import losses, training
 from support.ranks.sharded import Greedy
 
 SAMPLES = 24
-LACK = torch.OutOfMemoryError("CUDA out of memory.")
 # Within so many windows sizes have grown back.
 LATER = 64
 
@@ -28,31 +28,15 @@ class Failing(nn.Module):
         self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
         self.arm()
 
-    def arm(self, *, forward=None, backward=None):
-        self.countdown = {"forward": forward, "backward": backward}
+    def arm(self, *, forward=0, backward=0):
+        self.ahead, self.back = Fault(forward - 1), Fault(backward - 1)
 
     def forward(self, inputs):
-        self.count("forward")
+        if not self.training:  # a few samples are compared in evaluation mode
+            return self.body(inputs)
+        self.ahead()
         # Behind the last layer on the way back, whose gradients have arrived by then.
-        return self.body[3](Through.apply(self.body[:3](inputs), self))
-
-    def count(self, where):
-        if self.training and self.countdown[where] is not None:  # a few samples are compared in evaluation mode
-            self.countdown[where] -= 1
-            if self.countdown[where] == 0:
-                raise LACK
-
-
-class Through(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, outputs, model):
-        ctx.model = model
-        return outputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.model.count("backward")
-        return gradient, None
+        return self.body[3](passed_back(self.body[:3](inputs), self.back))
 
 
 def made(plan=None, **options):
@@ -303,7 +287,7 @@ def test_memory_that_runs_out_within_cross_entropy_makes_micro_batches_smaller(m
 
     def lacking(outputs, targets, **options):
         if len(outputs) > 6:
-            raise LACK
+            raise lack()
         return compute(outputs, targets, **options)
 
     runner = runner_of(nn.Linear(6, 3), samples=SAMPLES, micro_batch=SAMPLES, loss_reduction="mean")

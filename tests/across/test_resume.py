@@ -14,6 +14,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import autoaccum
+from support.faults.places import Fault
 from support.models.small import a_few_of, fit_quietly
 from support.processes import fork_server
 from support.processes.folders import SUPPORT, TESTS
@@ -182,17 +183,6 @@ def test_sigterm_ends_the_process_as_it_would_have_with_a_checkpoint_of_the_last
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-class FailOnce:
-    def __init__(self, call, error):
-        self.left = call
-        self.error = error
-
-    def __call__(self):
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-
-
 class FailingData(Noisy):
     def __init__(self, fail):
         super().__init__()
@@ -246,8 +236,8 @@ def fit_that_fails(run, place, fail):
 
 
 @functools.cache
-def undisturbed(model):
-    run = Run(model=model)
+def undisturbed():
+    run = Run(model=Counting)
     run.fit(Draws())
     return run.end
 
@@ -255,11 +245,9 @@ def undisturbed(model):
 @pytest.mark.parametrize(("place", "kind"), a_few_of(PLACES, [ValueError, KeyboardInterrupt, SystemExit]))
 def test_error_anywhere_arrives_unchanged_and_leaves_a_checkpoint_to_go_on_from(tmp_path, place, kind):
     error = kind(3)  # made here: with its traceback it would keep a model alive for the tests to come
-    fail = FailOnce(PLACES[place], error)
+    fail = Fault(PLACES[place] - 1, error=error)
     data = FailingData(fail) if place == "loader" else Noisy()
-    # An evaluation whose callback failed is made again, and would move the buffer of such a model again.
-    model = Model if place == "on_evaluation" else Counting
-    run = Run(model=model, checkpoint=tmp_path, loader=lambda: loader_of(data))
+    run = Run(model=Counting, checkpoint=tmp_path, loader=lambda: loader_of(data))
 
     with pytest.raises(kind) as caught:
         fit_that_fails(run, place, fail)
@@ -268,9 +256,9 @@ def test_error_anywhere_arrives_unchanged_and_leaves_a_checkpoint_to_go_on_from(
     assert any(entry.name == "__call__" for entry in caught.traceback)  # the line of the user's that raised it
     notes = getattr(error, "__notes__", [])  # one on sizes, which a model may refuse
     assert all("it came in a micro-batch of" in note and place == "forward" for note in notes)
-    again = Run(model=model, checkpoint=tmp_path)
+    again = Run(model=Counting, checkpoint=tmp_path)
     assert again.fit(Draws()).resumed_from is not None
-    assert again.end == undisturbed(model)
+    assert again.end == undisturbed()
 
 
 def test_error_leaves_no_worker_processes_behind(tmp_path):
@@ -294,14 +282,14 @@ def test_error_that_leaves_parameters_changed_leaves_no_checkpoint_of_them(tmp_p
     run = Run(model=WritesItself, checkpoint=tmp_path)
 
     with pytest.raises(ValueError, match="mine") as caught:
-        fit_that_fails(run, "forward", FailOnce(2, ValueError("mine")))
+        fit_that_fails(run, "forward", Fault(1, error=ValueError("mine")))
 
     assert any("had written first.weight" in note for note in caught.value.__notes__)
     assert checkpoints(tmp_path) == before
 
 
 def test_error_before_the_first_window_leaves_no_checkpoint(tmp_path):
-    data = FailingData(FailOnce(3, ValueError("mine")))
+    data = FailingData(Fault(2, error=ValueError("mine")))
 
     with pytest.raises(ValueError, match="mine"):
         Run(checkpoint=tmp_path, loader=lambda: loader_of(data)).fit()
@@ -314,7 +302,7 @@ def test_error_of_the_loader_while_it_is_wound_arrives_unchanged(tmp_path):
     mine = ValueError("mine")
 
     with pytest.raises(ValueError, match="mine") as caught:
-        Run(checkpoint=tmp_path, loader=lambda: loader_of(FailingData(FailOnce(9, mine)))).fit()
+        Run(checkpoint=tmp_path, loader=lambda: loader_of(FailingData(Fault(8, error=mine)))).fit()
 
     assert caught.value is mine
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._launch.script import FitCall
+from autoaccum._launch.script import FitCall  # the report's, which has no way in of its own for a batch
 from support.data.ragged import Causal, lengths_of, loader_of, padded, texts
 from support.faults.modes import FailAt
 from support.models.small import assert_bitwise

@@ -13,39 +13,15 @@ from transformers import BatchEncoding
 
 import autoaccum
 from support.faults.modes import differences, state_of
+from support.faults.places import Fault
 from support.models.small import runner_of
 
 LINES = 3  # the most that an error takes, at 120 characters
 
 
-class Lack:
-    """Raises where it is called, for certain times counted from when it is told to."""
-
-    def __init__(self, *times, error=None):
-        self.arm(*times, error=error)
-
-    def arm(self, *times, error=None):
-        self.times, self.error, self.calls, self.hits = times, error, 0, 0
-
-    def __call__(self, *_):
-        self.calls += 1
-        if self.calls - 1 in self.times:
-            self.hits += 1
-            raise self.error or torch.OutOfMemoryError("CUDA out of memory.")
-
-
 @pytest.fixture
 def lack():
-    return Lack()
-
-
-def calling(lack):
-    """A function to be held by a model, whose own state is put back, and copied with it."""
-
-    def call():
-        lack()
-
-    return call
+    return Fault()
 
 
 def window(samples=8, features=4, seed=0):
@@ -66,7 +42,7 @@ class Counts(nn.Module):
 
     def __init__(self, kind, shape, lack):
         super().__init__()
-        self.head, self.fails = nn.Linear(4, 3), calling(lack)
+        self.head, self.fails = nn.Linear(4, 3), lack
         self.is_still, self.is_unseen, self.replaces = False, "in place" not in kind, "new data" in kind
         if kind == "buffer":
             self.register_buffer("counted", torch.zeros(shape))
@@ -126,7 +102,7 @@ class Changes(nn.Module):
         super().__init__()
         self.register_buffer("seen", torch.zeros(elements))
         self.register_buffer("absent", None)
-        self.head, self.change, self.fails = nn.Linear(4, 3), change, calling(lack)
+        self.head, self.change, self.fails = nn.Linear(4, 3), change, lack
 
     def forward(self, inputs):
         self.change(self)
@@ -184,7 +160,7 @@ class Lazy(nn.Module):
     def __init__(self, how, lack):
         super().__init__()
         self.head, self.how, self.is_made = nn.Linear(4, 3), how, False
-        self.fails = calling(lack)
+        self.fails = lack
         if how == "None":
             self.register_buffer("codes", None)
 
@@ -229,7 +205,7 @@ def test_pass_that_fails_after_an_optimizer_stepped_in_it_is_told_as_damage_and_
     with pytest.raises(autoaccum.StateDamagedError, match=r"1\.(bias|weight)"):
         runner.step(window())
 
-    assert (lack.calls, lack.hits) == (1, 1)
+    assert (lack.passed, lack.hits) == (1, 1)
 
 
 # --- the optimizer's step ---------------------------------------------------------------------------------------------
@@ -298,7 +274,7 @@ class Counting(nn.Module):
         super().__init__()
         self.head, self.seen, self.each = nn.Linear(4, 3), torchmetrics.SumMetric(), torchmetrics.CatMetric()
         self.held = torchmetrics.MetricCollection([self.each])
-        self.fails = calling(lack)
+        self.fails = lack
 
     def forward(self, inputs):
         self.seen.update(torch.ones(len(inputs)))

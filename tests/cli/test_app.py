@@ -73,7 +73,7 @@ for name in ("SIGKILL", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGALRM", "S
 for name in ("pipe2", "register_at_fork", "sysconf", "sched_getaffinity", "killpg", "O_NONBLOCK", "O_DIRECTORY"):
     delattr(os, name)
 import autoaccum
-import autoaccum._launch.run
+import autoaccum._launch.run  # imported alone, in another process
 from autoaccum._cli.app import cli
 from click.testing import CliRunner
 sys.platform = "win32"

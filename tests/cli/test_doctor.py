@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from autoaccum._cli import doctor
 from autoaccum._cli.app import cli
 from autoaccum._cli.doctor import examine
-from autoaccum._memory.nvml import Driver, GPUReading
-from autoaccum._records import Neighbour
+from autoaccum._memory.nvml import Driver, GPUReading  # the driver's answers, which nobody has here
+from autoaccum._records import Neighbour  # the driver's answers, which nobody has here
 from support.processes.folders import ROOT
 
 GIB, MIB = 2**30, 2**20

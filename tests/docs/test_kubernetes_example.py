@@ -7,7 +7,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from autoaccum._cli.exit_codes import ExitCode
+from autoaccum._cli.exit_codes import ExitCode  # the codes by name
 from support.processes.folders import ROOT
 
 EXAMPLE = ROOT / "examples" / "kubernetes-job.yaml"

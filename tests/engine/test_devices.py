@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from autoaccum._engine import devices
-from autoaccum._memory.host import Host
-from autoaccum._system.notices import Notices
+from autoaccum._memory.host import Host  # what is found
+from autoaccum._system.notices import Notices  # an argument
 from support.models.small import CPU
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")

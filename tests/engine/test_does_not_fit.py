@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._data.batches import Window
+from autoaccum import Window
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import described, sample_does_not_fit, sample_of, whole_does_not_fit
 from autoaccum._engine.options import Options
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._records import MemoryReading, Neighbour
-from autoaccum._system.notices import Notices
+from autoaccum._records import Neighbour  # an argument
+from autoaccum._system.notices import Notices  # an argument
+from autoaccum.records import MemoryReading
 
 SAID = (
     "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 17.60 GiB is "

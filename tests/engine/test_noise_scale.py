@@ -9,7 +9,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._engine.noise_scale import NoiseScale
-from autoaccum._system.notices import Notices
+from autoaccum._system.notices import Notices  # an argument
 from support.faults.modes import FailAt
 from support.ranks.noise import Distance
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autoaccum._engine.precision import PRECISIONS, resolve
-from autoaccum._system.notices import Notices
+from autoaccum._system.notices import Notices  # an argument
 from support.models.small import CPU
 
 

@@ -3,14 +3,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum import ChunkedLoss, Simulated
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import GPU
-from autoaccum._memory.simulated import Simulated
-from autoaccum._saving import chunked_loss
-from autoaccum._saving.checkpointing import checkpointed
-from autoaccum._saving.chunked_head import chunked
-from autoaccum._saving.chunked_loss import ChunkedLoss
-from autoaccum._saving.savings import offloaded
+from autoaccum._saving import chunked_loss  # what is predicted
+from autoaccum._saving.checkpointing import checkpointed  # what is predicted
+from autoaccum._saving.chunked_head import chunked  # what is predicted
+from autoaccum._saving.savings import offloaded  # what is predicted
 from autoaccum.errors import InvalidInputError
 from support.models.small import a_few_of
 from support.processes.allocations import real_peak

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._cli.doctor import examine
-from autoaccum._data.batches import Window
-from autoaccum._data.transfer import Transfer
-from autoaccum._memory.available_devices import backend_for
-from autoaccum._saving import chunked_loss
-from autoaccum._saving.savings import offloaded
+from autoaccum import Window
+from autoaccum._cli.doctor import examine  # seen on a GPU alone
+from autoaccum._data.transfer import Transfer  # seen on a GPU alone
+from autoaccum._memory.available_devices import backend_for  # seen on a GPU alone
+from autoaccum._saving import chunked_loss  # seen on a GPU alone
+from autoaccum._saving.savings import offloaded  # seen on a GPU alone
 from support.models.small import assert_bitwise, logged
 
 pytestmark = [

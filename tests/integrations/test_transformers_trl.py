@@ -15,7 +15,7 @@ import trl
 from datasets import Dataset
 
 import autoaccum
-from autoaccum._training.accumulator import Accumulator
+from autoaccum import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import auto_accumulate
 from support.faults.modes import FailAt

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 from trl.trainer import utils
 
 import autoaccum
-from autoaccum._saving.chunked_head import chunked
-from autoaccum._saving.unmade_logits import UnmadeLogits
+from autoaccum._saving.chunked_head import chunked  # tells which head was used
+from autoaccum._saving.unmade_logits import UnmadeLogits  # tells which head was used
 from autoaccum.integrations.transformers import auto_accumulate
 from support.models.small import WITHOUT_WARNINGS
 from support.models.trainers import SETTINGS, weights

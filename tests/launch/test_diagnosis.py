@@ -9,7 +9,7 @@ import pytest
 
 from autoaccum._launch.diagnosis import diagnose
 from autoaccum._launch.supervisor import Ended
-from autoaccum._system.reason_file import Reason
+from autoaccum._system.reason_file import Reason  # an argument
 
 OPENED = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in <module>\n    step()\n'
 CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB"

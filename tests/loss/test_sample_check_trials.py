@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._data.nesting import numbers_in
+from autoaccum._data.nesting import numbers_in  # what checks read
 from support.losses.gradients import assert_full_batch_gradient, cut_gradient, distance, full_batch_gradient
 
 

@@ -113,8 +113,8 @@ def check_system_without_limits_refuses_one_and_works_without(host, torch):
 
 def check_onednn_that_is_lost_is_told_where_little_is_free(host, torch):
     """Let oneDNN run out of memory for a kernel, and leave a few MiB free then."""
+    from autoaccum import is_oom
     from autoaccum._memory.host import _warm_up
-    from autoaccum._oom import is_oom
 
     _warm_up()
 
@@ -371,8 +371,8 @@ def _wide(torch):
 def check_limit_of_the_process(host, torch):
     """Train with sizes that are found where memory really runs out, or try one size by hand."""
     import autoaccum
+    from autoaccum import is_oom
     from autoaccum._memory.host import _warm_up
-    from autoaccum._oom import is_oom
 
     how, size = os.environ["HOW"], int(os.environ["SIZE"])
     model, loss = _wide(torch), torch.nn.CrossEntropyLoss()

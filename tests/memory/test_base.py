@@ -11,9 +11,10 @@ import sys
 import pytest
 import torch
 
+from autoaccum import is_oom
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._memory.simulated import Simulated
-from autoaccum._oom import clear_traceback_frames, is_oom
+from autoaccum._oom import clear_traceback_frames  # frees what an error holds
 from autoaccum.errors import InvalidInputError
 from memory._child import answered
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum import Simulated, preflight
-from autoaccum._estimate.footprint import KINDS
-from autoaccum._memory.limits import format_bytes
+from autoaccum._estimate.footprint import KINDS  # the kinds of memory by name
+from autoaccum._memory.limits import format_bytes  # the words of a number
 from autoaccum._report import capacity
 from autoaccum.errors import DeviceMissingError, InvalidInputError
 from support.models.small import assert_bitwise, classifier, labelled, state_of

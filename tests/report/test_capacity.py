@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._estimate.estimate import trace_step
-from autoaccum._estimate.trace import Estimate
+from autoaccum._estimate.estimate import trace_step  # an argument
+from autoaccum._estimate.trace import Estimate  # an argument
 from autoaccum._report.capacity import Asked, predict
 from support.data.reports import GIB, MIB, SIZES, footprint, gpu
 

@@ -2,9 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum import Simulated
+from autoaccum import Simulated, plan
 from autoaccum._report.dry_run import rehearse
-from autoaccum._sizing.planner import plan
 from support.models.small import classifier, labelled, live_tensors
 from support.training.steps import training_step
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._estimate.estimate import trace_step
+from autoaccum._estimate.estimate import trace_step  # an argument
 from autoaccum._report import remedies
 from autoaccum._report.capacity import Asked
 from autoaccum._report.remedies import MANY_MICRO_BATCHES, are_due

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum import ChunkedLoss
-from autoaccum._memory.simulated import Simulated
+from autoaccum import ChunkedLoss, Simulated
 from autoaccum._saving import chunked_loss
 
 V, D, N, T = 50, 16, 4, 10

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from autoaccum._memory.simulated import Simulated
+from autoaccum import Simulated
 from autoaccum._saving.checkpointing import checkpointed
 from autoaccum._saving.savings import offloaded
 from support.models.memory_heavy import Stack, a_step

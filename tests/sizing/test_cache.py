@@ -12,7 +12,7 @@ from torch import nn
 import autoaccum
 from autoaccum._sizing import cache as cache_module
 from autoaccum._sizing.cache import Key, PlanCache, Remembered
-from autoaccum._system.notices import Notices
+from autoaccum._system.notices import Notices  # an argument
 
 POINTS = {"fits": [[48, 10, 1]], "bytes": [[12345, 48, 10, 1]]}
 FOUND = Remembered(48, POINTS, fastest=32, memory=("checkpoint",))

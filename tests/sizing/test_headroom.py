@@ -10,13 +10,13 @@ from torch import nn
 
 import autoaccum
 from autoaccum import Simulated, Window
-from autoaccum._records import MemoryReading
 from autoaccum._sizing import headroom
 from autoaccum._sizing.cutting import Cutting, SizingOptions
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.sizing import Sizing
-from autoaccum._system.notices import Notices
+from autoaccum._system.notices import Notices  # an argument
+from autoaccum.records import MemoryReading
 
 
 class Counted(Simulated):

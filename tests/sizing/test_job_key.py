@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum._memory.simulated import Simulated
+from autoaccum import Simulated
 from autoaccum._sizing.job_key import key_of
 from support.models.small import classifier, labelled
 from support.training.steps import training_step
@@ -19,7 +19,7 @@ from support.training.steps import training_step
 JOB = """
 import torch
 from torch import nn
-from autoaccum._memory.available_devices import backend_for
+from autoaccum._memory.available_devices import backend_for  # an argument
 from autoaccum._sizing.job_key import key_of
 
 class Attention(nn.Module):

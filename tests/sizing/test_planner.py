@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum._records import Plan, Trial
+from autoaccum import Plan
 from autoaccum._sizing.planner import cut, format_cut, plan, shrink
+from autoaccum.records import Trial
 
 SIZES = st.integers(min_value=1, max_value=5000)
 SMALL = st.integers(min_value=1, max_value=18)  # for brute force

@@ -8,7 +8,7 @@ import pytest
 from autoaccum._system import files
 from autoaccum._system.files import beside, check_place
 from autoaccum._system.notices import Notices
-from autoaccum._training.checkpoint_files import Storage
+from autoaccum._training.checkpoint_files import Storage  # writes the files
 from autoaccum.errors import InvalidInputError
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._training.console import LineProgress
-from autoaccum._training.loggers import JSONLinesLog
+from autoaccum import JSONLinesLog
+from autoaccum._training.console import LineProgress  # writes the lines
 
 FULL = Path("/dev/full")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._sizing.cache import Key
+from autoaccum._sizing.cache import Key  # an entry of the cache
 from support.faults.modes import FailAt, InterruptAt
 from support.models.small import assert_bitwise, state_of
 from support.processes import fork_server

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoaccum._system.notices import Notices
+from autoaccum._system.notices import Notices  # an argument
 from autoaccum._training import checkpoint_files as module
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError

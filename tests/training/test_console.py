@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoaccum._records import DeviceScalar
+from autoaccum._records import DeviceScalar  # an argument
 from autoaccum._training import console as progress_module
 from autoaccum._training.console import LineProgress, RichProgress, progress_for
 from support.data.records import EVALUATION, MIB, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report

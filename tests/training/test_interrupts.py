@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum._engine.window import Engine
+from autoaccum._engine.window import Engine  # a place that is interrupted
 from support.processes import fork_server
 from support.training.long_runs import Run, checkpoints
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum._records import DeviceScalar
+from autoaccum._records import DeviceScalar  # an argument
 from autoaccum._training.loggers import JSONLinesLog
 from autoaccum.errors import InvalidInputError
 from support.data.records import (

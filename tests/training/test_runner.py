@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from support.faults.places import Fault
 from support.models.small import runner_of
 
 
@@ -35,13 +36,11 @@ class Scripted(nn.Module):
     def __init__(self, fails_at):
         super().__init__()
         self.body = torch.jit.script(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
-        self.left = fails_at
+        self.fails = Fault(fails_at - 1)
 
     def forward(self, inputs):
         found = self.body(inputs)
-        self.left -= 1
-        if not self.left:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.fails()
         return found
 
 
@@ -98,25 +97,12 @@ def test_gradients_of_a_part_that_a_module_gets_later_are_added_and_put_back_as_
     model.zero_grad()
 
     accumulator.backward(batch)
-    fails = FailOnce(2)
-    handle = model.register_forward_pre_hook(fails)
+    handle = model.register_forward_pre_hook(Fault(1))
     accumulator.backward(batch)
     handle.remove()
 
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-class FailOnce:
-    """Runs out of memory in the pass of this number."""
-
-    def __init__(self, number):
-        self.left = number
-
-    def __call__(self, *_):
-        self.left -= 1
-        if not self.left:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (for this test)")
 
 
 def test_loss_of_a_pair_that_is_a_mapping_computes_nothing_twice():

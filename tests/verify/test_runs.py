@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from autoaccum._launch.run import Options
+from autoaccum._launch.run import Options  # an argument
 from autoaccum._verify.api import verify_command
 from autoaccum.errors import InvalidInputError
 from support.processes.folders import SUPPORT, TESTS

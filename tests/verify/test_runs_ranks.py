@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from autoaccum._launch.run import Options
+from autoaccum._launch.run import Options  # an argument
 from autoaccum._verify.api import verify_command
 from support.processes.folders import SUPPORT, TESTS
 

@@ -5,7 +5,7 @@ import textwrap
 import click
 from click.testing import CliRunner
 
-from autoaccum._cli.app import cli
+from autoaccum._cli.app import cli  # the command, in this process
 from support.bad_input.engine import unclear
 
 COUNTS = ["0", "-1", "2.5", "many", "9223372036854775808"]

@@ -1,6 +1,8 @@
 """Records as `fit` would hand them to a callback, for the tests of what shows and keeps them."""
 
-from autoaccum._records import DeviceScalar, Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
+from autoaccum import Plan
+from autoaccum._records import DeviceScalar  # holds a loss, in a report made by hand
+from autoaccum.records import Evaluation, FitResult, MemoryEvent, ProbeResult, StepReport, Trial
 
 MIB = 1 << 20
 

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
-from autoaccum._estimate.footprint import AliveMemory, Footprint
-from autoaccum._estimate.gpus import GPU
-from autoaccum._records import Neighbour, Plan, Trial
-from autoaccum._report import Remedy, Report
-from autoaccum._report.records import DeviceFacts, Measured, Pace, Predicted, Subject
+from autoaccum import Plan
+from autoaccum._estimate.footprint import AliveMemory, Footprint  # parts of a report made by hand
+from autoaccum._estimate.gpus import GPU  # parts of a report made by hand
+from autoaccum._records import Neighbour  # parts of a report made by hand
+from autoaccum._report import Remedy, Report  # parts of a report made by hand
+from autoaccum._report.records import DeviceFacts, Measured, Pace, Predicted, Subject  # parts of a report made by hand
+from autoaccum.records import Trial
 
 MIB, GIB = 1 << 20, 1 << 30
 

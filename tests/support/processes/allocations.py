@@ -5,11 +5,11 @@ from itertools import accumulate
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from autoaccum._data.batches import count
-from autoaccum._data.pieces import NestedPiece as Piece
-from autoaccum._engine.gradients import PartResult
-from autoaccum._loss.known_shares import SingleMicroBatch
-from autoaccum._memory.simulated import Simulated
+from autoaccum import Simulated
+from autoaccum._data.batches import count  # one micro-batch, without a window around it
+from autoaccum._data.pieces import NestedPiece as Piece  # one micro-batch, without a window around it
+from autoaccum._engine.gradients import PartResult  # one micro-batch, without a window around it
+from autoaccum._loss.known_shares import SingleMicroBatch  # one micro-batch, without a window around it
 from support.training.steps import training_step
 
 

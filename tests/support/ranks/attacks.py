@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._distributed.data_parallel import RankPeers
-from autoaccum._engine.optimizer_step import OptimizerSteps
+from autoaccum._distributed.data_parallel import RankPeers  # a place that is failed in
+from autoaccum._engine.optimizer_step import OptimizerSteps  # a place that is failed in
 from support.ranks import training
 
 INSIDE = {"reserve": (OptimizerSteps, "reserve"), "reduce": (RankPeers, "_fill_losses")}

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum._distributed.process_group import Ranks
+from autoaccum._distributed.process_group import Ranks  # whose exchanges are counted
 from support.data.ragged import lengths_of, padded, texts
 from support.ranks import tokens
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum._distributed.process_group import OutOfMemoryElsewhereError, Ranks
-from autoaccum._memory.available_devices import backend_for
+from autoaccum._distributed.process_group import OutOfMemoryElsewhereError, Ranks  # whose messages are counted
+from autoaccum._memory.available_devices import backend_for  # whose messages are counted
 from support.ranks import training
 
 KINDS = ("all_gather", "all_reduce", "broadcast")

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._engine.noise_scale import NoiseScale
+from autoaccum._engine.noise_scale import NoiseScale  # whose estimates are kept
 
 
 class Distance(nn.Module):

@@ -11,7 +11,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoaccum
-from autoaccum._distributed.pass_memory import PassMemory
+from autoaccum._distributed.pass_memory import PassMemory  # whose answer on another rank is asked for
 from support.ranks import accumulating, sharded_lacking
 from support.ranks.faults import FailAtPoint
 from support.ranks.sharded import Greedy, sharded

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from autoaccum._training.accumulator import Accumulator
+from autoaccum import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import auto_accumulate
 from support.faults.modes import FailAt

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum._system import folder_lock
+from autoaccum._system import folder_lock  # whose lock is looked at
 
 SAMPLES, WIDTH, CLASSES, LENGTH = 50, 6, 4, 5
 # How far the parameters of several ranks may be from those of one process.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._memory.available_devices import backend_for
+from autoaccum._memory.available_devices import backend_for  # a limit around a framework's own loop
 
 LIMIT, LAYERS = 48 << 20, 56
 

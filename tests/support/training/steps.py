@@ -1,9 +1,9 @@
 """Parts of the engine, put together as `fit` does it, for tests of packages."""
 
-from autoaccum._engine.assembly import assemble
-from autoaccum._engine.options import Options
-from autoaccum._memory.available_devices import backend_for
-from autoaccum._system.notices import Notices
+from autoaccum._engine.assembly import assemble  # a step without a runner, for tests of the parts
+from autoaccum._engine.options import Options  # a step without a runner, for tests of the parts
+from autoaccum._memory.available_devices import backend_for  # a step without a runner, for tests of the parts
+from autoaccum._system.notices import Notices  # a step without a runner, for tests of the parts
 from support.models.small import CPU
 
 
