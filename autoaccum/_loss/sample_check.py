@@ -274,8 +274,8 @@ class LossCheck:
                 alike = [of_row[name] for of_row in read if len(of_row.get(name, ())) == len(summands)]
                 by_summand = list(zip(*alike, strict=True)) if len(alike) == len(cuts) else []
                 found[name] = of_singles(by_summand, counts, whole) or [by_graph(one) for one in summands]
-            others = any(one.reduction is not Reduction.MEAN for name in read[0] for one in found[name])
-            if len(rows) > 1 and others and not self.knowledge.is_torch_loss:
+            has_others = any(one.reduction is not Reduction.MEAN for name in read[0] for one in found[name])
+            if len(rows) > 1 and has_others and not self.knowledge.is_torch_loss:
                 self._find_constants(source, window, rows, found)
         return {} if self.knowledge.is_torch_loss else found
 
