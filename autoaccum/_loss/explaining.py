@@ -223,8 +223,8 @@ class Reads:
             self._knowledge.now.doubtful = [row for part in parts for row in range(part.start, part.stop)]
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             raise RecheckWindow(changed(self._key[0], how))
-        if hints and not fit and not self._has_to_pass:
-            self._knowledge.said.of_uneven(self._key[0])
+        if hints and not fit and not self._knowledge.is_checked_now and not self._has_to_pass:
+            self._knowledge.said.of_unchecked(self._key[0])
         if len(fit) < len(hints):
             self._knowledge.replace(self._key, hints={count: each for count, each in hints.items() if count in fit})
 

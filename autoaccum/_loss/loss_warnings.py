@@ -62,14 +62,6 @@ class LossWarnings:
             "divided by is read from its graph and not checked; a (sum, weight) pair says it"
         )
 
-    def of_uneven(self, name: str) -> None:
-        """Warn of a divisor that was alike in all samples that were tried, and is not in micro-batches."""
-        self.warn(
-            f"loss {name!r} is divided by what the batch counts in all samples that were tried, and by other numbers "
-            "in micro-batches of the window, so its gradient may differ from the whole batch's; return a (sum, weight) "
-            "pair"
-        )
-
     def of_compared_samples(self, *, by_state: bool) -> None:
         """Warn of a model that compares samples, or moves `by_state` that it reads, under a loss of torch."""
         if by_state:
