@@ -451,10 +451,11 @@ class Engine:
             self._step.objective.check_anew()
         if damage := self._damage():
             error.add_note(f"autoaccum: it came after {damage}")
-        if isinstance(error, ValueError) and self._explain_refused_sample(error, size, sizes):
+        is_own = isinstance(error, AutoaccumError)  # which says what to do
+        if isinstance(error, ValueError) and not is_own and self._explain_refused_sample(error, size, sizes):
             return
         is_of_size = phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and size < self._window.samples
-        if is_of_size and isinstance(error, _OF_SHAPES) and not isinstance(error, AutoaccumError):
+        if is_of_size and isinstance(error, _OF_SHAPES) and not is_own:
             error.add_note(
                 f"autoaccum: it came in a micro-batch of {size} of the window's {self._window.samples} samples; if "
                 "more do not raise it, write the model and the loss for any number of samples (squeeze(-1) for "
