@@ -43,8 +43,9 @@ oldest-torch)
     uv pip uninstall --quiet --python "$environment/bin/python" torchao  # newer versions need a newer torch
     run "${quick[@]}"
     ;;
+# lightning 2.4 wants an older packaging than twine, which builds releases.
 oldest-adapters)
-    prepare 'transformers==4.57.6' 'accelerate==1.10.1' 'lightning==2.4.0' 'trl==0.24.0' 'peft==0.17.1'
+    prepare --override /dev/stdin 'transformers==4.57.6' 'accelerate==1.10.1' 'lightning==2.4.0' 'trl==0.24.0' 'peft==0.17.1' <<< 'packaging>=26'
     uv pip uninstall --quiet --python "$environment/bin/python" torchao  # peft 0.17 cannot import newer versions
     run "${quick[@]}" tests/integrations
     ;;

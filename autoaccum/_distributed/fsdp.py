@@ -47,8 +47,8 @@ _LEAST = 2
 # A failure would end the process, so sizes grow by steps and never near the limit, as a prediction says little about
 # rounding and fragmentation: the fraction of memory to fill, and the factor from one window to the next.
 _FILLED, _AT_MOST = 0.85, 2
-# What errors of a collective within a pass say.
-_OF_THE_NETWORK = re.compile("gloo|nccl|process group|connection|timed out|timeout", re.IGNORECASE)
+# What a RuntimeError of a collective within a pass says: gloo names its file. NCCL's has a type of its own.
+_OF_THE_NETWORK = re.compile(r"/gloo/|ProcessGroup|NCCL")
 # Types in which `fully_shard` asks the network for the mean over ranks; others it divides itself.
 _TAKE_A_MEAN = {torch.float32, torch.bfloat16}
 
@@ -67,7 +67,7 @@ class ShardedRankPeers(RankPeers):
 
     def __init__(self, ranks: Ranks, step: GradientStep, largest_size: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
-        if means_in(step.objective.modules) & _TAKE_A_MEAN:
+        if ranks.size > 1 and means_in(step.objective.modules) & _TAKE_A_MEAN:
             _check_mean(step.memory.device, ranks.size)
         self._spread_parts = fsdp_modules(step.objective.modules)
         self._before: SavedState | None = None  # the state before the last pass with nothing
@@ -78,6 +78,8 @@ class ShardedRankPeers(RankPeers):
         self._sample: Window | None = None
         self._remedy = "fit has a checkpoint=" if step.optimizer is not None else "`autoaccum run` starts it"
         self._held_bytes: int | None = None
+        self._at_first: tuple[list[int], list[float]] | None = None  # versions and sums of the parameters
+        self._is_written = False
         self._room = PassMemory(step.memory, step.objective.modules)
         step.objective.casts_itself |= casts(step.objective.modules)
         step.run_in_passes(self, ranks.size)  # the reduction of gradients takes their mean over the ranks
@@ -96,12 +98,27 @@ class ShardedRankPeers(RankPeers):
             sizing.grow_to(self._larger)
         self._larger = None
         self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if self._window.samples else 0))
-        memory = self._step.memory
         self._room.begin()
-        optimizer = self._step.optimizer  # without one, it has its state once a first batch is done
-        if self._largest_size is not None and (optimizer.state if optimizer is not None else self._windows > 1):
-            memory.reset_peak()
-            self._held_bytes = memory.peak_bytes()
+        if self._largest_size is not None and self._has_stepped():
+            self._held_bytes = self._room.reset()
+
+    def _has_stepped(self) -> bool:
+        """Whether parameters were written since the first attempt: then the optimizer, also a loop's, has its state.
+
+        Waits for the device until they were.
+        """
+        if not self._is_written:
+            # Fused kernels move no versions, and a rate that begins with 0 no values.
+            shards = [getattr(one, "_local_tensor", one).detach() for one in self._trained]
+            sums = torch.stack([shard.sum(dtype=torch.float64) for shard in shards]).tolist() if shards else []
+            now = [one._version for one in self._trained], sums
+            self._at_first = self._at_first or now
+            self._is_written = now != self._at_first
+        return self._is_written
+
+    def before_reset(self, note: Callable[[], object]) -> None:
+        """As for `Peers`."""
+        self._room.before_reset = note
 
     def agree(self, given: PartResult) -> None:
         """Make the passes that others still have to make, and confirm that all have finished, as `RankPeers` does."""
@@ -141,12 +158,13 @@ class ShardedRankPeers(RankPeers):
     # --- passes -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _in_pass(self, size: int, window: Window | None = None) -> Iterator[None]:
+    def _in_pass(self, size: int, window: Window | None = None, *, is_spare: bool = False) -> Iterator[None]:
         """Run what all ranks run together; one that fails there can reach the others no more, and all have to end.
 
         Args:
             size: The samples of this rank.
             window: The window that they are from, if any.
+            is_spare: Whether the pass contributes nothing; its own few samples say nothing of the size that fits.
 
         Raises:
             StartAgainError: Memory ran out, here or on another rank.
@@ -158,22 +176,24 @@ class ShardedRankPeers(RankPeers):
             yield
         except Exception as error:
             if not is_oom(error):
-                if isinstance(error, distributed.DistError) or _OF_THE_NETWORK.search(str(error)):
+                if _is_of_network(error):
                     raise self.ranks.lost(error) from error
                 raise
             said, phase = first_line(error), self._step.stage.phase
-            if size <= self._least:
+            if size <= self._least and not is_spare:
                 sample = ONE_SAMPLE if window is None else sample_of(window, self._step.stage.start)
                 if size > 1:
                     sample = f"a micro-batch of {size} samples, the least for BatchNorm,"
                 raise sample_does_not_fit(self._step, said, sample=sample, phase=phase) from error
+            of_size = f"in a pass for the others, which has {size}" if is_spare else f"with {size}"
             text = (
-                f"rank {self.ranks.rank} ran out of memory with {size} samples ({phase}: {said}) while the others wait "
+                f"rank {self.ranks.rank} ran out of memory {of_size} samples ({phase}: {said}) while the others wait "
                 "for it; every process has to be started again, as torchrun does with --max-restarts, and goes on with "
                 f"smaller micro-batches if {self._remedy}"
             )
             self.ranks.leave(text)
-            raise StartAgainError(text, size) from error
+            own = self._sizing.plan.micro_batch if self._windows else None
+            raise StartAgainError(text, own if is_spare else size) from error
         self.ranks.is_in_pass = False
 
     @contextmanager
@@ -182,7 +202,7 @@ class ShardedRankPeers(RankPeers):
         elements, has_gradients = self._elements(size), self._step.holds_gradients()
         self._enter(elements, has_gradients=has_gradients, is_least=size <= self._least)
         self.ranks.exchange("pass")
-        with self._in_pass(size, self._window):
+        with self._in_pass(size, self._window, is_spare=self._step.is_spare):
             yield
         self._room.leave(elements, had_gradients=has_gradients)
 
@@ -216,7 +236,7 @@ class ShardedRankPeers(RankPeers):
     def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
         """As for `Passes`; `make_passes` gets samples on the device, and their number."""
         while any(self.ranks.exchange("evaluation pass", value=False)):
-            with self._in_pass(_LEAST):
+            with self._in_pass(_LEAST, is_spare=True):
                 make_passes(*self._nothing())
         spread_again(self._step.objective.modules)
 
@@ -275,7 +295,8 @@ class ShardedRankPeers(RankPeers):
     def _larger_size(self) -> int:
         """Return the size that this rank requests for the next window, by the memory of this one."""
         memory, size = self._step.memory, self._sizing.plan.micro_batch
-        peak = max((one for one in (memory.peak_bytes(), self._room.peak_bytes) if one is not None), default=None)
+        peaks = memory.peak_in_use_bytes(), self._room.peak_bytes
+        peak = max((one for one in peaks if one is not None), default=None)
         if self._largest_size is None or self._held_bytes is None or peak is None:
             return size
         reading = memory.reading()
@@ -284,6 +305,14 @@ class ShardedRankPeers(RankPeers):
         # In proportion to the samples: the fixed cost of a window counts as theirs, which errs on the safe side.
         larger = int(size * free / max(peak - self._held_bytes, 1))
         return max(size, min(larger, _AT_MOST * size, self._largest_size, most))
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether a collective has failed: its error, or what one was made of, as by a check of losses."""
+    if error is None:
+        return False
+    is_plain = type(error) is RuntimeError and _OF_THE_NETWORK.search(str(error)) is not None
+    return is_plain or isinstance(error, distributed.DistError) or _is_of_network(error.__cause__)
 
 
 def _check_mean(device: torch.device, ranks: int) -> None:

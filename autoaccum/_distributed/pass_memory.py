@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._engine.dtensor import fsdp_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import nn
 
@@ -31,8 +31,9 @@ class PassMemory:
         modules: The model, and losses that are modules.
 
     Attributes:
+        before_reset: Called before the device's peak is reset.
         is_active: Whether passes are measured: where that takes no time, which on the host it does.
-        peak_bytes: The most in use in the passes since `begin`; None if nothing was measured.
+        peak_bytes: The most in use by tensors in the passes since `begin`; None if nothing was measured.
     """
 
     def __init__(self, memory: MemoryBackend, modules: Iterable[nn.Module]) -> None:
@@ -41,12 +42,20 @@ class PassMemory:
         # By whether gradients exist already, and by the elements of a pass.
         self._seen: dict[bool, dict[int, int]] = {True: {}, False: {}}
         self._held_bytes: int | None = None
+        self.before_reset: Callable[[], object] | None = None
         self.is_active = not memory.is_host
         self.peak_bytes: int | None = None
 
     def begin(self) -> None:
         """Begin a window."""
         self.peak_bytes = None
+
+    def reset(self) -> int | None:
+        """Measure from now on; return what tensors take now."""
+        if self.is_active and self.before_reset is not None:
+            self.before_reset()
+        self._memory.reset_peak()
+        return self._memory.peak_in_use_bytes()
 
     def enter(self, elements: int, *, has_gradients: bool, is_least: bool) -> None:
         """Prepare for a pass.
@@ -63,12 +72,11 @@ class PassMemory:
             # A first pass of a window makes the gradients too, so it stands for later ones until one was seen.
             seen = self._seen[has_gradients] or self._seen[not has_gradients]
             self._memory.secure(_expected(seen, elements, is_least=is_least) + self._layer_bytes)
-            self._memory.reset_peak()
-            self._held_bytes = self._memory.peak_bytes()
+            self._held_bytes = self.reset()
 
     def leave(self, elements: int, *, had_gradients: bool) -> None:
         """Record what a pass has taken."""
-        peak = self._memory.peak_bytes() if self.is_active else None
+        peak = self._memory.peak_in_use_bytes() if self.is_active else None
         if peak is None or self._held_bytes is None:
             return
         self.peak_bytes = max(peak, self.peak_bytes or 0)

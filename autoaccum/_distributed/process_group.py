@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 _MESSAGE_BYTES = 2048
 # What messages are about that stand in place of any other.
 _FAILURE, _LACK = "failure", "lack of memory"
-# The name of what a rank has left word of, in the store of the default group: launchers give each attempt its own.
-_WORD = "autoaccum/word"
 # Signals are handled so often while this rank waits.
 _SIGNALS_EVERY = timedelta(seconds=0.1)
 # Errors that have ended a training of several ranks in this process.
 _failures: list[str] = []
 # One for each group that is set up here. Ranks make the same ones, and no group may find the addresses of another.
 _groups_set_up = itertools.count()
+# How many `Ranks` each default group has had.
+_ranks_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # The groups for messages between hosts, by the default group beside which each was made.
 _groups_of_hosts: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -84,6 +84,9 @@ class Ranks:
         self.is_in_pass = False
         self._memory = memory
         self._has_failed = False
+        # The store may outlive a restart, as torchrun's static one does.
+        number = _ranks_made[_default_group()] = _ranks_made.get(_default_group(), 0) + 1
+        self._word = f"autoaccum/word/{_restarts()}/{number}"  # the name in the store of what a rank leaves word of
         kind, backends = memory.device.type, distributed.get_backend_config()
         # No group is held here: its threads end when the script destroys it only if nothing else holds it, and may
         # abort the process that ends before them.
@@ -106,9 +109,14 @@ class Ranks:
             value: Anything that can be pickled, with tensors on the host.
 
         Raises:
-            RankFailedError: Another rank has failed, is gone or sends another topic.
+            RankFailedError: Another rank has failed, is gone or sends another topic; or this one has left a pass.
             OutOfMemoryElsewhereError: A rank lacks memory.
         """
+        if self.is_in_pass:
+            raise RankFailedError(
+                f"rank {self.rank} has left a pass of the model by an error, in which others may still wait for it, so "
+                "that no further batch can be trained; end all processes, and start them again"
+            )
         said = pickle.dumps((topic, self.moment, value), pickle.HIGHEST_PROTOCOL)
         heard = self._gathered(said if len(said) <= _MESSAGE_BYTES else pickle.dumps(len(said)), _MESSAGE_BYTES)
         lengths = [one for one in heard if isinstance(one, int)]
@@ -187,17 +195,20 @@ class Ranks:
         return torch.split(received, [*expected])
 
     def leave(self, text: str) -> None:
-        """Leave word for the others, which wait inside an operation where no message reaches them."""
+        """Leave word for the others, which wait inside an operation where no message reaches them.
+
+        Where rank 0 serves the store itself (no torchrun), its word ends with it.
+        """
         with suppress(Exception):  # they then say that the network failed
-            distributed.distributed_c10d._get_default_store().set(_WORD, text)
+            distributed.distributed_c10d._get_default_store().set(self._word, text)
 
     def lost(self, error: Exception) -> StartAgainError | RankFailedError:
         """Return the error of this rank where the network fails: what another has left word of, if that is why."""
         with suppress(Exception):  # of a store that is gone
             store = distributed.distributed_c10d._get_default_store()
-            if store.check([_WORD]):
+            if store.check([self._word]):
                 self._has_failed = True  # nobody listens any more
-                return StartAgainError(store.get(_WORD).decode())
+                return StartAgainError(store.get(self._word).decode())
         return could_not_exchange(self.rank, error)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -207,7 +218,8 @@ class Ranks:
             RankFailedError: Another rank is gone.
         """
         with self.on_network():
-            self._wait(distributed.all_reduce(tensor, group=self._tensors(), async_op=True))
+            work = distributed.all_reduce(tensor, group=self._tensors(), async_op=True)
+            self._wait(work, is_gloo=self._is_gloo)
 
     def _gathered(self, said: bytes, size: int) -> list[Any]:
         """Return what every rank says, in messages of so many bytes."""
@@ -218,9 +230,9 @@ class Ranks:
             self._wait(distributed.all_gather(received, sent, group=self._hosts(), async_op=True))
             return [pickle.loads(one.numpy().data) for one in received]  # noqa: S301 - of this training's own processes
 
-    def _wait(self, work: Any) -> None:
-        """Wait so that signals are handled; work on a GPU waits in its own stream instead."""
-        while self._is_gloo and not work.is_completed():
+    def _wait(self, work: Any, *, is_gloo: bool = True) -> None:
+        """Wait so that signals are handled; work of NCCL waits in its own stream instead."""
+        while is_gloo and not work.is_completed():
             with suppress(RuntimeError):  # of the time, or of the work, which is raised below
                 work.wait(_SIGNALS_EVERY)
         work.wait()
@@ -309,6 +321,10 @@ def could_not_exchange(rank: int, error: Exception) -> RankFailedError:
     )
 
 
+def _restarts() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def _buffers(ranks: int, size: int) -> list[Tensor]:
     return [torch.empty(size, dtype=torch.uint8) for _ in range(1 + ranks)]
 
@@ -360,7 +376,7 @@ def _set_up(device: torch.device) -> None:
     try:
         store, rank, size = next(distributed.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
         # torchrun's own store outlives groups and restarts, and ranks would find addresses of an earlier group.
-        name = f"autoaccum/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_groups_set_up)}"
+        name = f"autoaccum/{_restarts()}/{next(_groups_set_up)}"
         store = distributed.PrefixStore(name, store)  # type: ignore[attr-defined]
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         # A rank that fails at once would end the group while another still connects to it, and the other would report a

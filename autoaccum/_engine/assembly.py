@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum._engine import devices, optimizers, precision
-from autoaccum._engine.dtensor import refuse_sharded, spread_again
+from autoaccum._engine.dtensor import refuse_offloaded, refuse_sharded, spread_again
 from autoaccum._engine.forward_backward import GradientStep, TrainingStep
 from autoaccum._engine.oom_report import OomReport
 from autoaccum._loss.calls import Calls
@@ -55,6 +55,7 @@ def assemble(
         notices.say(
             "the model is in evaluation mode and stays so; call model.train() for dropout and BatchNorm to train"
         )
+    refuse_offloaded(objective.modules)
     _move(objective.modules, optimizer, memory)
     step = TrainingStep(objective, optimizer, how, memory, options)
     _report_oom(step, notices)
@@ -79,6 +80,7 @@ def assemble_without_optimizer(
         if not is_one_of_several:
             refuse_sharded(objective.modules)
         how = precision.resolve_without_scaler(options.precision, memory.device, model, notices, scale)
+    refuse_offloaded(objective.modules)
     _move(objective.modules, None, memory)
     step = GradientStep(objective, how, memory, options)
     if scale is not None:

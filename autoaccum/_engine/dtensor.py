@@ -57,12 +57,23 @@ def spread_again(modules: Iterable[nn.Module]) -> None:
 
 def lines_of_shards(modules: Iterable[nn.Module]) -> list[str]:
     """Return in words how `fully_shard` was asked to communicate, which has to be the same on all ranks."""
-    return [
+    modules = list(modules)
+    named: dict[Any, str] = {
+        one: name for module in modules for name, one in module.named_parameters() if is_spread(one)
+    }
+    lines = [
         f"{type(part).__name__} {number}: reshard_after_forward={_kept(part._get_fsdp_state(), group)}, "
-        f"mp_policy={part._get_fsdp_state()._mp_policy}"
+        f"mp_policy={part._get_fsdp_state()._mp_policy}, of {', '.join(_names(group, named))}"
         for number, part in enumerate(fsdp_modules(modules))
         for group in _groups(part)
     ]
+    # Of unlike parts of as many elements, ranks would gather a mixture.
+    return lines + [f"{name}: {one.placements} of {tuple(one.device_mesh.shape)}" for one, name in named.items()]
+
+
+def _names(group: Any, named: Mapping[Any, str]) -> list[str]:
+    """Return the names of the parameters that are gathered at once, in the order in which they are."""
+    return [named.get(one.sharded_param, "?") for one in group.fsdp_params]
 
 
 def casts(modules: Iterable[nn.Module]) -> bool:
@@ -85,6 +96,10 @@ def _groups(part: Any) -> list[Any]:
     state = part._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)  # in newer versions, several
     return [one for one in (found if found is not None else [state._fsdp_param_group]) if one is not None]
+
+
+def _all_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    return [group for part in fsdp_modules(modules) for group in _groups(part)]
 
 
 def _kept(state: Any, group: Any) -> str:
@@ -147,23 +162,20 @@ def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, 
                     f"parameter {name!r} is trained and on every rank whole, while others are spread by fully_shard, "
                     "so that nothing adds up its gradients; call fully_shard on the whole model too"
                 )
-    for part in fsdp_modules(modules):
-        for group in _groups(part):
-            _check_group(group)
-    return least_size(modules)
-
-
-def _check_group(group: Any) -> None:
-    """Reject what `fully_shard` was asked for, or told later, that changes what is trained here."""
-    if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
-        raise InvalidInputError(
-            "offload_policy=CPUOffloadPolicy(...) keeps parameters on the host, and autoaccum trains what is on the "
-            f"device; leave it out, or {OTHERWISE}"
-        )
-    if getattr(group, "gradient_divide_factor", None) is not None:
+    if any(getattr(group, "gradient_divide_factor", None) is not None for group in _all_groups(modules)):
         raise InvalidInputError(
             "set_gradient_divide_factor(...) changes what gradients are divided by, and autoaccum weighs them itself; "
             "leave it out"
+        )
+    return least_size(modules)
+
+
+def refuse_offloaded(modules: Iterable[nn.Module]) -> None:
+    """Raise InvalidInputError if `fully_shard` keeps parameters on the host; call it before modules are moved."""
+    if any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in _all_groups(modules)):
+        raise InvalidInputError(
+            "offload_policy=CPUOffloadPolicy(...) keeps parameters on the host, and autoaccum trains what is on the "
+            f"device; leave it out, or {OTHERWISE}"
         )
 
 

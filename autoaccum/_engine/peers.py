@@ -15,7 +15,7 @@ from autoaccum._loss.reported import means
 from autoaccum._loss.settling import Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -64,6 +64,9 @@ class Peers:
     def __init__(self, step: GradientStep) -> None:
         self._step = step
         self._optimizer_steps = step.optimizer_steps
+
+    def before_reset(self, note: Callable[[], object]) -> None:
+        """Have `note` called before the device's peak is reset here."""
 
     def check_parameters(self) -> None:
         """Raise InvalidInputError if there are new parameters that other processes do not know."""

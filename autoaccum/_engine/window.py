@@ -111,6 +111,7 @@ class Engine:
         self._owns_gradients = owns_gradients
         self._takes_whole = step.options.loss_scope == "window"
         self._room = Headroom(step.memory)
+        peers.before_reset(self._room.note_peak)
         self._norms = BatchNorms(step.objective.modules, step.options.batchnorm, notices)
         self._time_first = TimeFirst(step.objective, notices)
         self._saved: SavedState | None = None  # before the current window; None until it is saved
@@ -305,6 +306,7 @@ class Engine:
     def use(self, peers: Peers) -> None:
         """Make windows with other processes, or with the same in another way, from now on."""
         self._peers = self._micro_batches.peers = peers
+        peers.before_reset(self._room.note_peak)
 
     # --- an attempt failed: restore, and begin again ------------------------------------------------------------------
 

@@ -77,7 +77,14 @@ class Accelerator(MemoryBackend):
 
     def peak_bytes(self) -> int | None:
         """Return the highest use since `reset_peak`; None if the device does not count it."""
-        peak = self._function("max_memory_reserved", "max_memory_allocated")
+        return self._peak("max_memory_reserved", "max_memory_allocated")
+
+    def peak_in_use_bytes(self) -> int | None:
+        """Return the highest use by tensors alone."""
+        return self._peak("max_memory_allocated")
+
+    def _peak(self, *names: str) -> int | None:
+        peak = self._function(*names)
         return None if peak is None or self._function("reset_peak_memory_stats") is None else int(peak(*self._where))
 
     def release(self) -> None:
@@ -99,8 +106,11 @@ class Accelerator(MemoryBackend):
     def secure(self, extra_bytes: int) -> None:
         """Have the allocator hold `extra_bytes` beside what is in use, or raise an error that `is_oom` recognises."""
         in_use = self._function("memory_allocated")
-        cached = 0 if in_use is None else self._used() - int(in_use(*self._where))
-        self.reserve(extra_bytes - cached)
+        if in_use is not None and self._used() - int(in_use(*self._where)) >= extra_bytes:
+            return
+        # Asked for beside the cache, the rest could come from the cache, or be got by giving the cache up.
+        self.trim()
+        self.reserve(extra_bytes)
 
     def synchronize(self) -> None:
         """Wait until the device has completed all submitted work."""

@@ -133,6 +133,10 @@ class MemoryBackend(ABC):
     def peak_bytes(self) -> int | None:
         """Return the highest use since `reset_peak`, as counted by the limit; None if the system does not count it."""
 
+    def peak_in_use_bytes(self) -> int | None:
+        """Return the same without what an allocator has cached: of tensors alone, as work needs it again."""
+        return self.peak_bytes()
+
     def stop_measuring(self) -> None:  # noqa: B027 - most devices count peaks at no cost
         """Do without peaks until the next `reset_peak`, if counting them costs time."""
 

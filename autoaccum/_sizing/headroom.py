@@ -81,8 +81,7 @@ class Headroom:
                     self._extra_bytes.clear()
                 self._extra_bytes[key] = extra
                 peak = self._held_bytes + extra
-            self._recent = max(self._recent or 0, peak)
-            self.peak_bytes = max(self.peak_bytes or 0, peak)
+            self._take(peak)
             overrun = memory.describe_overrun(peak)
             if overrun is None:
                 self._excess_bytes = None
@@ -95,6 +94,16 @@ class Headroom:
         self._retries = retries
         self._thrashing = self._thrashing + 1 if risen else 0
         return "the allocator finds no room without giving back its cache" if self._thrashing >= _LOOKS else None
+
+    def note_peak(self) -> None:
+        """Take the peak into account, which other code is about to reset."""
+        peak = self._memory.peak_bytes()
+        if peak is not None:
+            self._take(peak)
+
+    def _take(self, peak: int) -> None:
+        self._recent = max(self._recent or 0, peak)
+        self.peak_bytes = max(self.peak_bytes or 0, peak)
 
     def is_free(self, extra_bytes: int) -> bool:
         """Whether a window could use this much more than earlier ones with this plan.

@@ -11,7 +11,7 @@ try:
 except ImportError:  # the package's older name, of the same interface
     import pytorch_lightning as pl  # type: ignore[no-redef]
 
-from autoaccum._engine.dtensor import OTHERWISE
+from autoaccum._engine.dtensor import OTHERWISE, fsdp_modules
 from autoaccum._engine.options import Options
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._lightning_evaluation import STEPS, Evaluating
@@ -104,9 +104,9 @@ class AutoAccumulate(pl.Callback):
         trainer.strategy.training_step = self._training.training_step
         trainer.strategy.backward = self._training.backward
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the place of the strategy's evaluation steps."""
-        if "validation_step" not in vars(trainer.strategy) and _kind(trainer.strategy) != _SHARDS:
+        if "validation_step" not in vars(trainer.strategy) and not fsdp_modules([pl_module]):
             evaluating = Evaluating(trainer, self._options)
             for name in STEPS:
                 setattr(trainer.strategy, name, partial(evaluating.run, name))

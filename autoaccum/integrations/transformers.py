@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from autoaccum._data.batches import Window
 from autoaccum._data.packed_rows import PackedRows
 from autoaccum._data.reading import refuse_flattened
+from autoaccum._engine.dtensor import OTHERWISE, fsdp_modules
 from autoaccum._engine.options import Options
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
@@ -43,6 +44,8 @@ _FLATTENED = "DataCollatorWithFlattening"
 # TRL's trainers that were tried, and the losses of preferences that are no means over pairs.
 _TRIED = {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer", "KTOTrainer"}
 _WITH_FSDP2 = (None, "SFTTrainer")
+# Sizes in Transformers' `distributed_config` of tensor, pipeline and expert parallelism.
+_SHARED_SAMPLES = ("tp_size", "pp_size", "ep_size")
 _NOT_OF_PAIRS = {"aot": "sorts all pairs", "aot_unpaired": "sorts all pairs", "sft": "is a mean over tokens"}
 _GO_ON = "use it without auto_accumulate(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
@@ -227,7 +230,7 @@ class TrainerGradients:
             step: The trainer's own, as a function of a batch.
             inputs: The batch.
         """
-        if is_fsdp2(self._trainer.accelerator):
+        if _is_sharded(self._trainer):
             return step(inputs)  # in which all ranks wait for each other
         if self._evaluation is None or self._evaluation.model is not self._trainer.model:
             self._evaluation = EvaluationInParts(self._trainer, self._split, self._notices)
@@ -404,7 +407,19 @@ def _check(trainer: Any) -> None:
         raise InvalidInputError(
             f"optim={optim!r} steps in the backward pass, so it would step for each micro-batch; choose another one"
         )
+    shares = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
+    for name in _SHARED_SAMPLES:
+        if (number := getattr(shares, name, None) or 1) > 1:
+            raise InvalidInputError(
+                f"the model was loaded with distributed_config of {name}={number}, whose ranks share samples in every "
+                f"pass; use fsdp_size= alone, or leave auto_accumulate() out, and {OTHERWISE}"
+            )
     _check_trl(trainer)
+
+
+def _is_sharded(trainer: Any) -> bool:
+    """Whether Accelerate shards the model by `fully_shard`, or Transformers or the user has."""
+    return is_fsdp2(trainer.accelerator) or bool(fsdp_modules([trainer.model]))
 
 
 def _of_trl(trainer: type) -> str | None:
@@ -419,7 +434,7 @@ def _check_trl(trainer: Any) -> None:
         InvalidInputError: Micro-batches do not give the gradient of the whole batch.
     """
     kind = _of_trl(type(trainer))
-    if kind not in _WITH_FSDP2 and is_fsdp2(trainer.accelerator):
+    if kind not in _WITH_FSDP2 and _is_sharded(trainer):
         raise InvalidInputError(f"{kind} was never tried with auto_accumulate() and FSDP2; {_GO_ON}")
     is_dpo, is_kto = kind == "DPOTrainer", kind == "KTOTrainer"
     asked = trainer.args.loss_type if is_dpo else []

@@ -218,9 +218,11 @@ def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(rank_pool
     assert isinstance(found[0], autoaccum.RankFailedError), found
 
 
-def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(rank_pool):
-    found = rank_pool.run("sharded:train", size=2, target_batch=16, shard_data=True, epochs=3)
-    expected = alone(target_batch=16, micro_batch=16, epochs=3)
+@pytest.mark.parametrize("optimizer", [training.sgd, training.plain_sgd])  # with and without a state
+def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(rank_pool, optimizer):
+    asked = {"target_batch": 16, "epochs": 3, "optimizer": optimizer}
+    found = rank_pool.run("sharded:train", size=2, shard_data=True, **asked)
+    expected = alone(micro_batch=16, **asked)
 
     assert_trained_as(found, expected)
     sizes = [max(cut) for cut in found[0]["cuts"] if len(cut) and sum(cut) == 8]

@@ -149,6 +149,47 @@ def test_rank_with_less_memory_holds_the_sizes_of_all(rank_pool):
     assert [one["plans"] for one in found] == [[1] * 8] * 2
 
 
+@pytest.mark.parametrize(
+    ("capacity", "sizes"), [(200_000, [1, 1, 2, 4, 8, 16, 16, 16]), (60_000, [1, 1, 2, 4, 6, 6, 6, 6])]
+)
+def test_sizes_grow_by_what_tensors_take_and_not_by_what_an_allocator_has_cached(rank_pool, capacity, sizes):
+    found = rank_pool.run("sharded_accumulating:growing_with_a_cache", capacity, size=2)
+
+    assert [one["sizes"] for one in found] == [sizes] * 2
+    assert max(one["held"] for one in found) <= 0.85 * capacity
+
+
+def test_report_tells_of_the_largest_pass_and_not_of_the_last(rank_pool):
+    for said, most in rank_pool.run("sharded_accumulating:reported_peak", size=2):
+        assert said == most
+
+
+def test_sizes_grow_once_the_optimizer_has_its_state(rank_pool):
+    for found in rank_pool.run("sharded_accumulating:before_the_first_step", size=2):
+        for sizes in found:
+            assert sizes[:4] == [1] * 4  # what the batch after the step takes shows in the next
+            assert sizes[-1] == 8
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no skip connection: timeout"), ValueError("gloo")], ids=str)
+def test_own_error_within_a_pass_keeps_its_type_and_no_batch_follows_it(rank_pool, error):
+    (of_other,), (own, *later) = rank_pool.answers("sharded_accumulating:own_error", error, size=2, wait_s=5)
+
+    assert type(own) is type(error)
+    assert str(own) == str(error)
+    assert isinstance(of_other, autoaccum.RankFailedError), of_other
+    assert [type(one) for one in later] == [autoaccum.RankFailedError]
+    assert "has left a pass of the model by an error" in str(later[0])
+
+
+def test_lack_of_memory_in_a_pass_for_the_others_names_the_size_of_this_ranks_own(rank_pool):
+    found = rank_pool.answers("sharded_accumulating:train", size=2, lacks=(0, "spare pass", 1), wait_s=3)
+
+    assert [type(one) for one in found] == [autoaccum.StartAgainError] * 2, found
+    assert found[0].micro_batch == 4  # of 8 samples in two
+    assert "in a pass for the others, which has" in str(found[1])
+
+
 def test_one_process_of_its_own_group_trains_as_without(rank_pool):
     alone = sharded.train(0, 1)
 
@@ -184,6 +225,9 @@ def test_gradients_are_reduced_where_the_loop_has_switched_that_off(rank_pool):
         ("tensor parallel too", 4, "find_executable_micro_batch"),
         ("some ranks", 4, "is spread over 2 ranks, and this training has 4"),
         ("divided", 2, "set_gradient_divide_factor"),
+        ("unlike dimensions", 2, "Shard(dim=1)"),
+        ("unlike order", 2, "of 3.weight, 3.bias, 0.weight, 0.bias"),
+        ("unlike blocks", 2, "another model than rank 0"),
         ({"save_memory": "checkpoint"}, 2, "save_memory='checkpoint' is not for a model"),
         ({"loss_scope": "window"}, 2, "loss_scope='window'"),
     ],

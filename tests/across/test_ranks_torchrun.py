@@ -16,7 +16,7 @@ from support.processes import fork_server
 from support.processes.folders import SUPPORT, TESTS
 
 
-def torchrun(folder, action, *options, size=2, kind=""):
+def torchrun(folder, action, *options, size=2, kind="", before=()):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     # An older torch would else let all that it starts on a machine meet at one and the same port.
     command = [
@@ -30,6 +30,7 @@ def torchrun(folder, action, *options, size=2, kind=""):
     ]
     return subprocess.Popen(
         [
+            *before,
             *command,
             "--no-python",
             *fork_server.python(),
@@ -45,9 +46,9 @@ def torchrun(folder, action, *options, size=2, kind=""):
     )
 
 
-def finished(folder, action, *options, size=2, kind=""):
+def finished(folder, action, *options, size=2, kind="", before=()):
     folder.mkdir(exist_ok=True)
-    with torchrun(folder, action, *options, size=size, kind=kind) as process:
+    with torchrun(folder, action, *options, size=size, kind=kind, before=before) as process:
         said = process.communicate(timeout=200)[1]
     assert process.returncode == 0, said
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
@@ -125,6 +126,34 @@ def assert_is_smaller_cut(found, undisturbed_spread):
     assert all(max(cut) <= 2 for one in found for cut in one["cuts"])
     assert found[0]["numbers"] == found[1]["numbers"]
     assert found[0]["numbers"] == pytest.approx(undisturbed_spread[0]["numbers"], rel=1e-9)
+
+
+# --- a loop with an accumulator of such a model, and checkpoints of its own -------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed_loop(rank_pool, tmp_path_factory):
+    return rank_pool.run("torchrun_job:loop", tmp_path_factory.mktemp("undisturbed"), size=2)
+
+
+def test_loop_with_a_spread_model_goes_on_from_its_own_checkpoint_where_a_rank_was_killed(tmp_path, undisturbed_loop):
+    found = finished(tmp_path, "kill", "--max-restarts", "1", kind="loop")
+
+    assert [one["from"] for one in found] == [2, 2]
+    assert found[0]["numbers"] == found[1]["numbers"] == undisturbed_loop[0]["numbers"]
+
+
+@pytest.mark.slow  # by torchrun and `autoaccum run`
+def test_loop_that_lacks_memory_within_a_pass_goes_on_smaller_under_autoaccum_run(tmp_path, undisturbed_loop):
+    before = [sys.executable, "-m", "autoaccum", "run", "--"]
+
+    found = finished(tmp_path, "lack", kind="loop", before=before)
+
+    assert (tmp_path / "exit-code").read_text() == "75"
+    assert [one["from"] for one in found] == [2, 2]
+    assert all(max(cut) <= 3 for one in found for cut in one["cuts"])
+    assert found[0]["numbers"] == found[1]["numbers"]
+    assert found[0]["numbers"] == pytest.approx(undisturbed_loop[0]["numbers"], rel=1e-9)
 
 
 # --- the environment --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._distributed.pass_memory import PassMemory
+from support.ranks.sharded_accumulating import Cached
 
 
 @pytest.fixture
@@ -35,6 +36,21 @@ def asked(passes, device, elements, **of_pass):
     passes.enter(elements, **{"has_gradients": True, "is_least": False} | of_pass)
     device.ensure = ensure
     return found[0]
+
+
+def test_pass_takes_what_its_tensors_take_where_an_allocator_keeps_what_was_freed():
+    memory = Cached(10_000)
+    with memory.limited(None):
+        passes = PassMemory(memory, [nn.Linear(2, 2)])
+        for taken in (6000, 2000, 2000):  # the first of all, and then with a cache that is warm
+            made(passes, taken, taken)
+
+        assert memory.peak_bytes() == 6000
+        assert [asked(passes, memory, elements) for elements in (2000, 6000)] == [2000, 6000]
+        kept = torch.empty(5000, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError):
+            passes.enter(6000, has_gradients=True, is_least=False)
+        del kept
 
 
 def test_first_pass_of_all_asks_for_nothing(passes, device):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import autoaccum
 from support.processes import fork_server
 
 RANKS = """
@@ -85,6 +86,18 @@ for _ in range(5):
 def test_message_of_any_length_arrives_and_lack_of_memory_stands_in_place_of_any(rank_pool):
     for found in rank_pool.run("messages:exchanged", size=3):
         assert found == ([0, 5000, 2], [[0, 0], [1, 1], [2, 2]], 3000, 2)
+
+
+def test_wait_for_a_message_sees_signals_where_tensors_go_by_nccl(rank_pool):
+    took = rank_pool.run("messages:waiting_beside_nccl", size=2)
+
+    assert took[1] < 4
+
+
+def test_word_that_a_rank_left_is_read_in_the_same_training_alone(rank_pool):
+    for of_same, of_later, after_restart in rank_pool.run("messages:word_of_another_attempt", size=2):
+        assert isinstance(of_same, autoaccum.StartAgainError)
+        assert [type(one) for one in (of_later, after_restart)] == [autoaccum.RankFailedError] * 2
 
 
 def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_process(tmp_path):

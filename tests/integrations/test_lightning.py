@@ -739,7 +739,7 @@ def test_strategies_that_divide_the_model_are_refused_by_name(kind):
     trainer = pl.Trainer(**QUIET)
     trainer._accelerator_connector.strategy = strategy
 
-    with pytest.raises(autoaccum.errors.InvalidInputError, match=kind):
+    with pytest.raises(autoaccum.errors.InvalidInputError, match=f"{kind}.*find_executable_micro_batch.*autoaccum run"):
         auto_accumulate().setup(trainer, Classifier(), "fit")
 
 

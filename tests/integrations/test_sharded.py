@@ -3,6 +3,7 @@
 import accelerate
 import pytest
 import torch
+import transformers
 
 import autoaccum
 from support.ranks import sharded_adapters
@@ -121,3 +122,44 @@ def test_trainer_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, 
     (tmp_path / "calm").mkdir()
     (tmp_path / "killed").mkdir()
     assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:trainer", tmp_path, state, 4)
+
+
+# --- models that Transformers itself has sharded while it loaded them -------------------------------------------------
+
+IN_SHARDS = pytest.mark.skipif(transformers.__version__ < "5.1", reason="Transformers 5 shards models that it loads")
+
+
+@IN_SHARDS
+def test_model_that_transformers_has_loaded_in_shards_trains_and_evaluates_as_one_process(rank_pool, tmp_path):
+    (alone,) = rank_pool.run("sharded_adapters:loaded_in_shards", tmp_path, size=1)
+
+    found = rank_pool.run("sharded_adapters:loaded_in_shards", tmp_path, size=2)
+
+    assert_ends_alike(found, alone)
+    evaluations = [[entry["eval_loss"] for entry in one["log"] if "eval_loss" in entry] for one in found]
+    assert len(evaluations[0]) == 2
+    assert evaluations[0] == evaluations[1]
+
+
+@IN_SHARDS
+def test_evaluation_of_a_model_in_shards_is_cut_on_no_rank_alone(rank_pool, tmp_path):
+    first, second = rank_pool.answers("sharded_adapters:loaded_in_shards", tmp_path, most=(99, 3), size=2, wait_s=5)
+
+    assert isinstance(second, torch.OutOfMemoryError), second  # the framework's own
+    assert isinstance(first, Exception), first
+
+
+@IN_SHARDS
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"kind": "reward"}, "RewardTrainer was never tried with auto_accumulate() and FSDP2"),
+        ({"pp_size": 2}, "pp_size=2"),
+    ],
+    ids=str,
+)
+def test_other_trainers_and_parallelism_of_a_model_in_shards_are_refused(rank_pool, tmp_path, asked, said):
+    for one in rank_pool.answers("sharded_adapters:loaded_in_shards", tmp_path, **asked, size=2):
+        assert isinstance(one, autoaccum.InvalidInputError), one
+        assert said in str(one)
+        assert "find_executable_micro_batch" in str(one)

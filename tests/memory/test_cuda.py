@@ -45,6 +45,8 @@ def gpu(monkeypatch):
         "memory_reserved": lambda device: gpu.reserved,
         "memory_allocated": lambda device: gpu.allocated,
         "max_memory_reserved": lambda device: 5 * GIB,
+        "max_memory_allocated": lambda device: 3 * GIB,
+        "reset_peak_memory_stats": lambda device: None,
         "get_per_process_memory_fraction": lambda device: gpu.fraction,
         "set_per_process_memory_fraction": lambda value, device: setattr(gpu, "fraction", value),
         "empty_cache": gpu.empty_cache,
@@ -101,6 +103,20 @@ def test_reading_counts_what_is_reserved_under_the_limit(gpu, monkeypatch):
 
     assert (reading.used_bytes, reading.limit_bytes, reading.free_bytes) == (2 * GIB, 4 * GIB, 2 * GIB)
     assert reading.total_bytes == 16 * GIB
+
+
+def test_peak_in_use_is_that_of_tensors_and_not_of_the_cache(gpu):
+    assert (cuda().peak_in_use_bytes(), cuda().peak_bytes()) == (3 * GIB, 5 * GIB)
+
+
+@pytest.mark.parametrize(("asked", "calls"), [(GIB, []), (GIB + 1, ["empty_cache", ("reserve", GIB + 1)])])
+def test_memory_is_secured_as_a_whole_once_a_cache_that_does_not_suffice_is_given_back(gpu, monkeypatch, asked, calls):
+    gpu.cached = GIB
+    monkeypatch.setattr(Cuda, "reserve", lambda _, extra_bytes: gpu.calls.append(("reserve", extra_bytes)))
+
+    cuda().secure(asked)
+
+    assert gpu.calls == calls
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autoaccum
+from autoaccum._distributed import process_group  # whose messages are counted
 from autoaccum._distributed.process_group import OutOfMemoryElsewhereError, Ranks  # whose messages are counted
 from autoaccum._memory.available_devices import backend_for  # whose messages are counted
 from support.ranks import training
@@ -152,6 +155,46 @@ def lacking_once(rank, size, sizes):
         progress=False,
     )
     return [report.micro_batches for report in result.history]
+
+
+class _LeftError(Exception):
+    """Raised by the handler of a signal."""
+
+
+def waiting_beside_nccl(rank, size):
+    """Wait for a message of rank 0 where tensors go by NCCL, until a signal comes; return the seconds that it took."""
+    memory = SimpleNamespace(device=torch.device("cuda"), lifted=nullcontext, elsewhere=nullcontext)
+    with mock.patch.object(distributed, "get_backend_config", return_value="cpu:gloo,cuda:nccl"):
+        ranks = Ranks(memory)
+    began = time.monotonic()
+    if rank == 0:
+        time.sleep(5)
+    else:
+
+        def leave(*_):
+            raise _LeftError
+
+        before = signal.signal(signal.SIGALRM, leave)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            ranks.exchange("later")
+        except _LeftError:
+            pass
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    return time.monotonic() - began
+
+
+def word_of_another_attempt(rank, size):
+    """Leave word; return the errors of the same ranks, of those of a later training, and of those after a restart."""
+    memory, error, attempt = autoaccum.Simulated("1GiB"), RuntimeError("closed"), "TORCHELASTIC_RESTART_COUNT"
+    first = Ranks(memory)
+    first.leave("rank 1 ran out of memory")
+    found = [first.lost(error), Ranks(memory).lost(error)]
+    with mock.patch.dict(os.environ, {attempt: "1"}), mock.patch.object(process_group, "_ranks_made", {}):
+        found.append(Ranks(memory).lost(error))
+    distributed.barrier()
+    return found
 
 
 def exchanged(rank, size):

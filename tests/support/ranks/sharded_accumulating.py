@@ -3,15 +3,19 @@
 import contextlib
 import io
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import autoaccum
+from autoaccum._distributed import fsdp as fsdp_peers  # a place that is failed in
 from autoaccum._distributed.pass_memory import PassMemory  # whose answer on another rank is asked for
+from autoaccum._engine import assembly  # a place that is failed in
 from support.ranks import accumulating, sharded_lacking
 from support.ranks.faults import FailAtPoint
 from support.ranks.sharded import Greedy, sharded
@@ -56,7 +60,7 @@ def made(size, how):  # noqa: PLR0911 - a case each
     model = Tied().double() if how == "tied" else net(0, norm=how == "norm")
     if how == "frozen":
         model[0].requires_grad_(requires_grad=False)
-    if size == 1 and how != "spread":
+    if size == 1 and not how.startswith("spread"):
         return model
     match how:
         case "tied":
@@ -67,7 +71,7 @@ def made(size, how):  # noqa: PLR0911 - a case each
             return spread(model, mesh=mesh)
         case "kept":
             return spread(model, reshard_after_forward=False)
-        case "half":
+        case "half" | "spread in half":
             return spread(model, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.float32))
         case "frozen whole":
             model[0].requires_grad_(requires_grad=False)
@@ -208,7 +212,7 @@ def faulted(rank, size, points):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refused(rank, size, how):  # noqa: C901, PLR0912 - a case each
+def refused(rank, size, how):  # noqa: C901, PLR0912, PLR0915 - a case each
     """Return what an accumulator, or its first batch, raises."""
     model = net(0)
     batch = accumulating.part(accumulating.vectors, rank, size, 0)
@@ -241,16 +245,28 @@ def refused(rank, size, how):  # noqa: C901, PLR0912 - a case each
             spread(model, mesh=mesh["dp"])
         case "some ranks":
             spread(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("all", "some"))["some"])
+        case "unlike dimensions":
+            spread(model, shard_placement_fn=lambda one: Shard(rank if one.dim() > 1 else 0))
+        case "unlike order":
+            layers = [model[0], model[3]]
+            fsdp.fully_shard(layers[::-1] if rank else layers)
+            fsdp.fully_shard(model)
+        case "unlike blocks":
+            model = nn.Sequential(net(0)[0], nn.Linear(8, 8).double(), nn.Linear(8, 8).double(), net(0)[3])
+            fsdp.fully_shard(model[1 + rank])
+            fsdp.fully_shard(model)
         case "divided":
             spread(model)[0].set_gradient_divide_factor(1.0)
         case _:
             spread(model)
             options = how
     before = [here(one).clone() for one in model.parameters()]
+    moving = mock.patch.object(assembly, "_move", side_effect=AssertionError("moved"))
     try:
-        accumulator = autoaccum.Accumulator(
-            model, loss=nn.CrossEntropyLoss(), device="cpu", precision="fp32", micro_batch=3, **options
-        )
+        with moving if how == "offload" else contextlib.nullcontext():
+            accumulator = autoaccum.Accumulator(
+                model, loss=nn.CrossEntropyLoss(), device="cpu", precision="fp32", micro_batch=3, **options
+            )
         if late:
             spread(model)
             before = [here(one).clone() for one in model.parameters()]
@@ -312,8 +328,135 @@ def growing(rank, size, capacity):
     return train(rank, size, loss="module", steps=8, micro_batch="auto", device=memory)
 
 
+class Cached(autoaccum.Simulated):
+    """A device whose allocator keeps what is freed, as that of a GPU does: its limit and its peaks count that too."""
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self._held_bytes = 0
+
+    def _held(self):
+        ledger = self._ledger
+        self._held_bytes = max(self._held_bytes, ledger.peak_bytes if ledger else 0)
+        return self._held_bytes
+
+    def reading(self):
+        found = super().reading()
+        return replace(found, used_bytes=self._held(), free_bytes=found.used_bytes + found.free_bytes - self._held())
+
+    def reset_peak(self):
+        self._held()
+        super().reset_peak()
+
+    def peak_bytes(self):
+        return self._held() if self._ledger else None
+
+    def peak_in_use_bytes(self):
+        return super().peak_bytes()
+
+    def trim(self):
+        self._held_bytes = self._ledger.live_bytes if self._ledger else 0
+
+    def release(self):
+        super().release()
+        self.trim()
+
+
+def growing_with_a_cache(rank, size, capacity, *, batches=8, samples=48):
+    """Train texts where memory that was freed stays with the allocator; return sizes, and the most it has held."""
+    memory, model = Cached(capacity), spread(net(0))
+    optimizer = torch.optim.Adam(model.parameters())
+    found = {"sizes": [], "said": []}
+    with contextlib.redirect_stderr(io.StringIO()):
+        accumulator = autoaccum.Accumulator(
+            model, loss=accumulating.LOSSES["tokens"][0], device=memory, precision="fp32", micro_batch="auto"
+        )
+        chance = torch.Generator().manual_seed(rank)
+        for _ in range(batches):
+            inputs = torch.randn(samples, 8 * LENGTH, WIDTH, generator=chance, dtype=torch.float64)
+            report = accumulator.backward((inputs, torch.randint(CLASSES, inputs.shape[:2], generator=chance)))
+            found["sizes"].append(accumulator.plan.micro_batch)
+            found["said"].append(report.peak_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found | {"held": memory._held()}
+
+
+class Noting(autoaccum.Simulated):
+    """Notes the most that was in use, whoever resets the peak."""
+
+    most = 0
+
+    def reset_peak(self):
+        self.most = max(self.most, self.peak_bytes() or 0)
+        super().reset_peak()
+
+
+def reported_peak(rank, size):
+    """Return the peaks that reports on texts of unlike length tell of, and the most that was in use."""
+    memory = Noting("1GiB")
+    model = made(size, "")
+    given = {"split": autoaccum.ListOfSamples(padded), "precision": "fp32", "micro_batch": 3, "device": memory}
+    accumulator = autoaccum.Accumulator(model, loss=accumulating.LOSSES["tokens"][0], **given)
+    peaks = [accumulator.backward(ragged(rank, size, number)).peak_bytes for number in range(3)]
+    memory.reset_peak()
+    return peaks[-1], memory.most
+
+
+def before_the_first_step(rank, size):
+    """Return the sizes in batches that add up to three steps: of Adam, also by a kernel that moves no versions."""
+    found = []
+    for options in ({}, {"fused": True}):
+        model = made(size, "")
+        optimizer = torch.optim.Adam(model.parameters(), **options)
+        given = {"device": autoaccum.Simulated("1GiB"), "precision": "fp32", "micro_batch": "auto"}
+        with contextlib.redirect_stderr(io.StringIO()):
+            accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), **given)
+            sizes = []
+            for number in range(9):
+                accumulator.backward(_part(accumulating.vectors)(rank, size, number % 4))
+                sizes.append(accumulator.plan.micro_batch)
+                if number % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append(sizes)
+    return found
+
+
+class Raising(nn.Module):
+    """Raises an error of the user's own when it is told to."""
+
+    error = None
+
+    def forward(self, inputs):
+        if self.error is not None:
+            raise self.error
+        return inputs
+
+
+def own_error(rank, size, error):
+    """Raise an error of the user's own within a pass of rank 1, which goes on all the same; return what was raised."""
+    model, raising = net(0), Raising()
+    model.insert(2, raising)
+    accumulator = autoaccum.Accumulator(
+        spread(model), loss=nn.CrossEntropyLoss(), device="cpu", precision="fp32", micro_batch=5
+    )
+    said = []
+    for number in range(3):
+        try:
+            accumulator.backward(_part(accumulating.vectors)(rank, size, number))
+        except Exception as raised:  # noqa: BLE001 - it is the answer
+            said.append(raised.with_traceback(None))
+            if rank == 0:
+                break
+        raising.error = error if rank else None
+    return said
+
+
 def alone_in_a_group(rank, size):
     """Train a model that is spread over the one process of a group."""
+    with mock.patch.object(fsdp_peers, "_check_mean", side_effect=AssertionError("there is no other rank")):
+        train(rank, size, how="spread in half", steps=1)
     return train(rank, size, how="spread")
 
 

@@ -11,10 +11,11 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
+from autoaccum._engine.dtensor import fsdp_modules
 from support.ranks.adapters import Tight, here, part_of_samples
 from support.ranks.sharded_accumulating import whole
 
@@ -217,6 +218,8 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
             layer = "GPT2Block" if kind == "gpt2" else "LlamaDecoderLayer"
             config = {"version": 2, "state_dict_type": OF_STATE[state], "transformer_layer_cls_to_wrap": [layer]}
             config |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+            if transformers.__version__ < "5":  # whose default of FSDP1 needs a GPU
+                config["sync_module_states"] = "false"
             own |= {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
         given = {"resume": get_last_checkpoint(str(folder))} if resumes else {}
         if kind == "gpt2":
@@ -231,3 +234,59 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
             done = trl_trainers.trained(made, "sft", folder, samples=24, **own)
         parameters = [whole(one).clone() for one in done.model.parameters()]
         return {"parameters": parameters, "log": trainers.history(done)}
+
+
+def loaded_in_shards(rank, size, folder, *, kind="llama", most=None, **sizes):
+    """Train a model that Transformers itself has sharded while it loaded it; on one process, as it is.
+
+    Returns parameters and the log. `most` is of each rank: more samples at once lack memory in evaluation.
+    """
+    warnings.simplefilter("ignore")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}"}
+    import transformers  # noqa: PLC0415 - slow
+    from transformers.distributed import DistributedConfig  # noqa: PLC0415
+
+    from autoaccum.integrations.transformers import auto_accumulate  # noqa: PLC0415
+    from support.models import trainers  # noqa: PLC0415
+
+    own = {"per_device_train_batch_size": 12 // size, "per_device_eval_batch_size": 12 // size, "max_grad_norm": 0.5}
+    own |= {"eval_strategy": "epoch", "num_train_epochs": 2, "lr_scheduler_type": "constant"}
+
+    def made(base, model):
+        rows = trainers.rows_of("llama", 24)
+        args = transformers.TrainingArguments(str(folder), **(trainers.SETTINGS | own))
+        given = {"train_dataset": rows, "eval_dataset": rows[:13], "data_collator": trainers.collated}
+        return base(model=model, args=args, **given)
+
+    if size == 1:
+        trainer = made(transformers.Trainer, trainers.model_of("llama"))
+        trainer.train()
+        return {"parameters": [one.detach() for one in trainer.model.parameters()], "log": trainers.history(trainer)}
+    if kind == "reward":
+        import trl  # noqa: PLC0415
+
+        from support.models import trl_trainers  # noqa: PLC0415
+
+        whole_model, loads = trl_trainers.model(kind), transformers.AutoModelForSequenceClassification
+    else:
+        whole_model, loads = trainers.model_of(kind), transformers.AutoModelForCausalLM
+    if rank == 0:
+        whole_model.save_pretrained(folder / "model")
+    distributed.barrier()
+    with told_of_devices(rank, size):
+        asked = DistributedConfig(**(sizes or {"fsdp_size": size}))
+        model = loads.from_pretrained(folder / "model", distributed_config=asked, dtype=torch.float64)
+        assert fsdp_modules([model]) or sizes
+        if kind == "reward":
+            trl_trainers.trained(auto_accumulate(trl.RewardTrainer), kind, folder, network=model)
+        trainer = made(auto_accumulate(transformers.Trainer, micro_batch=4), model)
+        if most is not None:
+
+            def hook(module, args, kwargs):
+                if not module.training and len(kwargs["input_ids"]) > most[rank]:
+                    raise torch.OutOfMemoryError("told to")
+
+            model.register_forward_pre_hook(hook, with_kwargs=True)
+        trainer.train()
+        parameters = [whole(one).clone() for one in model.parameters()]
+        return {"parameters": parameters, "log": trainers.history(trainer)}

@@ -10,12 +10,14 @@ from autoaccum._data.transfer import Transfer  # a place that is failed in
 from autoaccum._distributed.data_parallel import RankPeers  # a place that is failed in
 from autoaccum._engine.forward_backward import GradientStep  # a place that is failed in
 from autoaccum._engine.optimizer_step import OptimizerSteps  # a place that is failed in
+from autoaccum._loss.known_shares import Nothing  # a place that is failed in
 from support.ranks.sharded import train
 
 WHERE = {
     "enter": (GradientStep, "run"),
     "transfer": (Transfer, "feed"),
     "reserve": (OptimizerSteps, "reserve"),
+    "spare pass": (Nothing, "enter"),
     "after the passes": (RankPeers, "_fill_losses"),
 }
 

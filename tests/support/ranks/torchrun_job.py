@@ -1,8 +1,8 @@
 """What tests start by torchrun: a training with checkpoints, which may end itself at a step of its first attempt.
 
-    torchrun_job.py FOLDER ACTION [spread]
+    torchrun_job.py FOLDER ACTION [spread | loop]
 
-trains a model that is spread over ranks where that is asked for.
+trains by `fit`, a model that is spread over ranks where that is asked for, or that one in a loop with an accumulator.
 """
 
 import contextlib
@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 
 import torch
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autoaccum
-from support.ranks import sharded, training
+from support.ranks import accumulating, sharded, training
 
 
 @contextlib.contextmanager
@@ -74,13 +76,50 @@ def train(rank, size, folder, action="nothing", *, is_spread=False):
     return {"numbers": numbers, "from": result.resumed_from, "cuts": [one.micro_batches for one in result.history]}
 
 
+def loop(rank, size, folder, action="nothing"):
+    """Train a model that is spread over ranks with an accumulator; PyTorch itself saves each step."""
+    training.seeded(rank)
+    greedy, (loss, samples) = sharded.Greedy(most=1000), accumulating.LOSSES["module"]
+    model = training.net()
+    model.insert(2, greedy)
+    model = sharded.sharded(model)
+    optimizer = training.adam(model.parameters())
+    accumulator = autoaccum.Accumulator(model, loss=loss, device="cpu", precision="fp32", micro_batch=6)
+    saved = folder / "checkpoints"
+    last = max((int(path.parent.name) for path in saved.glob("*/.metadata")), default=0)
+
+    def state():
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    if last:
+        found = state()
+        distributed.checkpoint.load(found, checkpoint_id=saved / f"{last}")
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    cuts = []
+    for step in range(last, 4):
+        if step == 2 and rank == 1 and action == "lack":
+            greedy.most = 3
+        if step == 2 and rank == 1 and action == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        cuts.append(accumulator.backward(accumulating.part(samples, rank, size, step)).micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+        distributed.checkpoint.save(state(), checkpoint_id=saved / f"{step + 1}")
+    numbers = [value for one in model.parameters() for value in one.full_tensor().flatten().tolist()]
+    return {"numbers": numbers, "from": last, "cuts": cuts}
+
+
 def main(folder, action, kind=""):
     torch.set_num_threads(1)
-    if kind == "spread":
+    if kind:
         autoaccum.join_ranks("cpu")
-    rank = int(os.environ["RANK"])
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     try:
-        found = train(rank, int(os.environ["WORLD_SIZE"]), folder, action, is_spread=kind == "spread")
+        if kind == "loop":
+            found = loop(rank, size, folder, action)
+        else:
+            found = train(rank, size, folder, action, is_spread=kind == "spread")
     except autoaccum.StartAgainError as error:
         unfinished = folder / f"exit-code-{rank}"  # a rank may be ended while it writes
         unfinished.write_text(str(error.exit_code))

@@ -162,6 +162,10 @@ def outcome(model, result):
     }
 
 
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
