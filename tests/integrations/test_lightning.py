@@ -622,6 +622,29 @@ def test_lists_with_a_record_for_each_sample_are_put_together_sample_by_sample()
     torch.testing.assert_close(found, expected)
 
 
+class Varied(Classifier):
+    """Returns lists of rows, and of samples of one class alone, if there are any."""
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        own = batch[0][batch[1] == 0]
+        lists = {"rows": [*outputs["outputs"]], "own": [*own], "mean": outputs["mean"]}
+        return {"loss": outputs["loss"], **lists, **({"last": own[-1]} if len(own) else {})}
+
+
+def test_outputs_that_differ_between_micro_batches_are_joined_key_by_key():
+    plain, other, one, two = Outputs(), Outputs(), Varied(), Varied(most=3)
+
+    fitted(one, vectors(), plain)
+    fitted(two, vectors(), auto_accumulate(), other)
+
+    assert_close(one, two)
+    for (of_batch, _), (of_parts, _) in zip(plain.seen, other.seen, strict=True):
+        for name in ("rows", "mean"):
+            torch.testing.assert_close(of_parts[name], of_batch[name])
+        assert {"own", "last"} <= of_parts.keys()
+
+
 def test_module_of_the_packages_older_name_trains_in_parts():
     older = pytest.importorskip("pytorch_lightning")
 
