@@ -164,7 +164,7 @@ def preflight(
     try:
         with undisturbed():
             of_gpus = asked if limits_gpus else replace(asked, memory_limit=None)
-            found = [*_predicted(of_gpus, among, made, precision, on_rank, way)]
+            found = [*_predicted(of_gpus, among, made, options.precision, on_rank, way)]
     except NotTracedError as error:
         if backend is None:
             raise

@@ -296,6 +296,16 @@ def test_a_function_makes_its_model_without_memory_where_nothing_is_measured():
     assert {parameter.device.type for parameter in made[0].parameters()} == {"meta"}
 
 
+@pytest.mark.gpu_fakes
+@pytest.mark.parametrize(("alias", "name"), [("no", "fp32"), ("bf16-mixed", "bf16"), ("16-mixed", "fp16")])
+def test_frameworks_names_of_precisions_are_predicted_as_ours(alias, name):
+    found, expected = (
+        report_on(device=None, gpus="l4", measure=False, precision=asked).predicted[0] for asked in (alias, name)
+    )
+
+    assert (found.precision, found.footprint) == (expected.precision, expected.footprint)
+
+
 @pytest.mark.parametrize("make", [lambda: nn.LazyLinear(2), nn.LazyLinear(2)], ids=["function", "module"])
 def test_a_lazy_model_is_refused_before_anything_is_predicted(make):
     with pytest.raises(InvalidInputError, match="model: weight of LazyLinear has no shape before a first forward pass"):
