@@ -20,6 +20,7 @@ from autoaccum._data.batches import count
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.nesting import tensors_in
 from autoaccum._data.order import by_size
+from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble, check_shapes
 from autoaccum._engine.batchnorm import BatchNorms
@@ -348,7 +349,12 @@ def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_me
     made = model
     if callable(model) and not isinstance(model, nn.Module):
         check_call("model", model, "")
-        made = built_on_meta(model, notices) if on_meta else model()
+        random = RandomState(torch.device("cpu"))
+        before = random.take()
+        try:
+            made = built_on_meta(model, notices) if on_meta else model()
+        finally:
+            random.put_back(before)
     if not isinstance(made, nn.Module):
         raise InvalidInputError(
             f"model={shown(model)} must be a torch.nn.Module, or a function without arguments that makes one"

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -304,6 +305,22 @@ def test_frameworks_names_of_precisions_are_predicted_as_ours(alias, name):
     )
 
     assert (found.precision, found.footprint) == (expected.precision, expected.footprint)
+
+
+def test_random_state_is_as_before_where_a_function_makes_the_model():
+    def make():
+        random.seed(7)
+        np.random.seed(7)  # noqa: NPY002 - the global generator
+        return wide()
+
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+
+    before = states()
+
+    report_on(model=make, batch=(torch.ones(2, 8), torch.zeros(2, dtype=torch.long)))
+
+    assert states() == before
 
 
 @pytest.mark.parametrize("make", [lambda: nn.LazyLinear(2), nn.LazyLinear(2)], ids=["function", "module"])
