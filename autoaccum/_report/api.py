@@ -147,7 +147,8 @@ def preflight(
     among = chosen_gpus(gpus, device_memory, display)
     measures = _measures(measure, among, device)
     _say_of_ranks(notices, ranks, share, fsdp)
-    adapts = adapts_of(names_in(save_memory, notices))
+    names = names_in(save_memory, notices)
+    adapts = adapts_of(names)
     made = _made(model, notices, on_meta=not measures)
     backend = devices.resolve(device, made, notices) if measures else None
     limits_gpus = backend is None or backend.device.type != "cpu"
@@ -178,7 +179,7 @@ def preflight(
             measured = _with_epoch(measured, loader, batch, split)
             found.insert(0, _with_footprint(asked, made, way, measured, notices))
     with undisturbed():
-        remedies_on, helpful, of_remedies = _remedies(asked, found, made, notices)
+        remedies_on, helpful, of_remedies = _remedies(asked, found, made, names, notices)
     places = [one for one, _ in found]
     predicted = tuple(one for one in places if isinstance(one, Predicted))
     return Report(
@@ -398,6 +399,7 @@ def _remedies(
     asked: Asked,
     found: Sequence[tuple[Measured | Predicted, Estimate | None]],
     model: nn.Module,
+    names: Sequence[str],
     notices: Notices,
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
     """Return the first device that needs a smaller step, the remedies for it, and warnings."""
@@ -409,7 +411,7 @@ def _remedies(
     if unchanged is None:
         return None, (), (f"{title}: not known, since the step cannot be traced",)
     _LOG.info("looking for what would help on %s", place.name)
-    helpful, failed = suggested(asked, place, unchanged, model)
+    helpful, failed = suggested(asked, place, unchanged, model, names)
     warnings = []
     if not helpful:
         warnings.append(f"{title}: nothing that save_memory takes")
