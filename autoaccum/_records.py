@@ -195,8 +195,10 @@ class StepReport(_Losses):
         elapsed_s: Seconds from the window's arrival to the optimizer step; the device may still be working.
         peak_bytes: Peak memory with the plan in force, counted as the limit counts; None if not reported.
         skipped: Whether the gradient scaler skipped the optimizer step because a gradient overflowed.
-        recomputed_samples: Number of samples that had to be recomputed because memory ran out. Samples that failed
-            twice count twice, so this can exceed `samples`.
+        recomputed_samples: Number of samples that had to be recomputed, where the window was begun again. Samples that
+            failed twice count twice, so this can exceed `samples`.
+        repeats: Why the window was begun again, each time: memory ran out, a loss was not as it was checked, its
+            weights were predicted wrong, or processes did not fit together.
         noise_scale: The gradient noise scale in samples, averaged over the windows measured so far; None in a window
             that was not measured, and where it cannot be measured (docs/batch-size.md).
         warnings: What was said, in this window, of gradients that may differ from that of the whole batch.
@@ -216,6 +218,7 @@ class StepReport(_Losses):
     device_losses: Mapping[str, DeviceScalar] = field(repr=False)
     device_grad_norm: DeviceScalar | None = field(default=None, repr=False)
     recomputed_samples: int = 0
+    repeats: tuple[str, ...] = ()
     device_reported: Mapping[str, DeviceScalar] = field(default_factory=dict, repr=False)
     device_learning_rates: tuple[DeviceScalar | None, ...] = field(default=(), repr=False)
     noise_scale: float | None = None
@@ -252,6 +255,7 @@ class BackwardReport(_Losses):
     device_losses: Mapping[str, DeviceScalar] = field(repr=False)
     device_reported: Mapping[str, DeviceScalar] = field(repr=False)
     outputs: tuple[Any, ...] = field(default=(), repr=False)
+    repeats: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 

@@ -61,8 +61,8 @@ def timed():
     """Return the costs of samples of the Llama, from micro-batches that are timed."""
     torch.set_num_threads(1)
     model, costs = llama(), Costs()
-    for width in [WIDTHS[0], *WIDTHS * TIMES]:
-        samples = 2048 // width
+    for width, tokens in [(WIDTHS[0], 2048), *itertools.product(WIDTHS * TIMES, (2048, 6144))]:
+        samples = tokens // width
         batch = padded([torch.randint(1, VOCABULARY, (width,)) for _ in range(samples)])
         began = time.process_time()
         model(**batch).loss.backward()
@@ -72,7 +72,8 @@ def timed():
 
 def of_cost(cost):
     """Return costs that a fit finds to be this one."""
-    return Costs.of_state([[width, cost.of(width)] for width in WIDTHS])
+    # In hours, in place of seconds: samples are sent however little that gains.
+    return Costs.of_state([[1, width, 3600 * cost.of(width)] for width in WIDTHS])
 
 
 def held(rank, size, folder, asked):
@@ -81,12 +82,13 @@ def held(rank, size, folder, asked):
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
     split = autoaccum.ListOfSamples(list)
-    dealer = Dealer(all_ranks(Host()), split, lambda _: False, Notices())
+    dealer = Dealer(all_ranks(Host()), split, lambda: False, lambda _: False, Notices())
     found = []
     for cost, window in asked:
         each = len(window) // size
         mine = [torch.zeros(length, dtype=torch.int64) for length in window[rank * each : (rank + 1) * each]]
-        part = dealer.deal(Window([mine], split), of_cost(Cost(*cost)))
+        part = Window([mine], split)
+        dealer.deal(part, of_cost(Cost(*cost)))
         found.append([len(one) for samples in part.raw() for one in samples])
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
@@ -104,7 +106,8 @@ def simulated(size, asked):
     """Return the same, of ranks that are none."""
     found = []
     for cost, window in asked:
-        owners = shares([Cost(*cost).of(length) for length in window], size)
+        loaded = [at * size // len(window) for at in range(len(window))]
+        owners = shares([Cost(*cost).of(length) for length in window], loaded, size)
         found.append(
             [[length for length, owner in zip(window, owners, strict=True) if owner == rank] for rank in range(size)]
         )

@@ -105,6 +105,16 @@ class Window(Sequence[Any]):
             self._origin = window.origin
         return self
 
+    def hold(self, samples: Mapping[int, Any], split: Split) -> None:
+        """Hold other samples of lists, given by their places in the loader's order, in place of its own."""
+        used = self.used
+        vars(self).clear()
+        if samples:
+            self._read([[samples[place] for place in sorted(samples)]], split)
+        else:
+            self._set((), None)
+        self.used, self.places = used, sorted(samples)
+
     def plain_batch(self) -> Any:
         """The only batch, if all of it is here and it is a flat nesting of tensors that are cut along their rows."""
         if len(self.spans) != 1 or not self.spans[0].is_whole:

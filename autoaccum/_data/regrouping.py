@@ -148,8 +148,9 @@ def stream(
             missing, start = end - counted[stop], stop
             if is_full:
                 _refuse_written(versions)
-                yield Window.of_spans(spans, split, stop if stop < piece.samples else None)
+                found = [Window.of_spans(spans, split, stop if stop < piece.samples else None)]
                 spans, versions = [], []
+                yield found.pop()  # nothing is kept here of what the window does not hold any more
     _refuse_written(versions)
     if spans and missing < target and not drop_last:  # samples of which no token counts add nothing
         yield Window.of_spans(spans, split)

@@ -1,28 +1,28 @@
 """Deals the samples of a window out to the ranks that compute them, so that all finish together.
 
-Each rank comes with the samples that it has loaded. All learn their widths, and compute the same shares: from the
-costliest sample to the cheapest, each goes to the rank with least to do. Then ranks send each other the samples that
-change hands. The samples of the window, and with them its gradient, stay the same.
+Each rank comes with the samples that it has loaded. All learn their widths, and compute the same shares: those as
+loaded, and from the busiest rank to the idlest the few samples that even them out. Then ranks send each other the
+samples that change hands. The samples of the window, and with them its gradient, stay the same.
 """
 
 from __future__ import annotations
 
-import heapq
 import io
-import itertools
 import pickle
+import time
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.batches import Window
-from autoaccum._data.nesting import copied, tensors_in
+import numpy as np
+import torch
+from torch import Tensor
+
 from autoaccum._oom import first_line
-from autoaccum._sizing.costs import fitted
+from autoaccum._sizing.costs import BY_ELEMENTS, fitted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
+    from autoaccum._data.batches import Window
     from autoaccum._data.splits import ListOfSamples
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._sizing.costs import Costs
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 # How near to its least the work of the busiest rank is enough: below the spread of a rank's time from step to step.
 _ENOUGH = 1.01
+# Of so many samples of a rank, some even it out with another; all pairs of more would take memory.
+_CANDIDATES = 512
+# What is left of the seconds of an exchange in a window without one, since the next may be faster.
+_FADES = 0.9
 
 
 def least(costs: Sequence[float], ranks: int) -> float:
@@ -39,46 +43,29 @@ def least(costs: Sequence[float], ranks: int) -> float:
 
 def busiest(costs: Sequence[float], owners: Sequence[int], ranks: int) -> float:
     """Return what the rank with most to do has to do, given the rank of each sample."""
-    loads = [0.0] * ranks
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    return max(loads)
+    return float(np.bincount(owners, costs, ranks).max())
 
 
-def shares(costs: Sequence[float], ranks: int) -> list[int]:
+def shares(costs: Sequence[float], loaded: Sequence[int], ranks: int) -> list[int]:
     """Return the rank that computes each sample, the same wherever it is called with the same costs, all above 0.
 
-    Longest first to the rank with least (Graham 1969); then samples of the busiest rank and the idlest change places.
-    No rank is without a sample, unless there are fewer samples than ranks.
+    From the shares as loaded, a sample of the busiest rank goes to the idlest, or changes places with one of its, until
+    all have about as much to do. No rank that has a sample ends without.
     """
-    idlest = [(0.0, rank) for rank in range(ranks)]
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    for sample in sorted(range(len(costs)), key=lambda one: (-costs[one], one)):
-        load, rank = idlest[0]
-        held[rank].append(sample)
-        heapq.heapreplace(idlest, (load + costs[sample], rank))
-    loads = [load for load, _ in sorted(idlest, key=lambda one: one[1])]
-    bound = _ENOUGH * least(costs, ranks)
-    for _ in range(4 * ranks):  # so many changes have always been enough in benchmarks/dealing.py
-        if max(loads) <= bound or not _change_places(costs, held, loads):
+    each, owners = np.array(costs), np.array(loaded)
+    loads, bound = np.bincount(owners, each, ranks), _ENOUGH * least(costs, ranks)
+    for _ in costs:  # far fewer changes are enough in benchmarks/dealing.py
+        most, fewest = loads.argmax(), loads.argmin()
+        mine, others = (np.flatnonzero(owners == rank)[:_CANDIDATES] for rank in (most, fewest))
+        gap, moved = loads[most] - loads[fewest], np.subtract.outer(each[mine], np.append(each[others], 0.0))
+        one, other = np.unravel_index(np.abs(gap / 2 - moved).argmin(), moved.shape)
+        if loads[most] <= bound or not 0.0 < moved[one, other] < gap:
             break
-    owners = {sample: rank for rank, samples in enumerate(held) for sample in samples}
-    return [owners[sample] for sample in range(len(costs))]
-
-
-def _change_places(costs: Sequence[float], held: list[list[int]], loads: list[float]) -> bool:
-    """Let a sample of the busiest rank and one of the idlest change places; return whether it has helped."""
-    most, fewest = (loads.index(find(loads)) for find in (max, min))
-    gap = loads[most] - loads[fewest]
-    pairs = itertools.product(held[most], held[fewest])
-    one, other = min(pairs, key=lambda pair: abs(gap / 2 - costs[pair[0]] + costs[pair[1]]), default=(0, 0))
-    moved = costs[one] - costs[other]
-    if not 0.0 < moved < gap:
-        return False
-    held[most][held[most].index(one)], held[fewest][held[fewest].index(other)] = other, one
-    loads[most] -= moved
-    loads[fewest] += moved
-    return True
+        owners[mine[one]] = fewest
+        owners[others[other : other + 1]] = most  # none, if it is only moved
+        loads[most] -= moved[one, other]
+        loads[fewest] += moved[one, other]
+    return [int(owner) for owner in owners]
 
 
 class Dealer:
@@ -87,22 +74,32 @@ class Dealer:
     Args:
         ranks: All ranks.
         split: Collates lists of samples.
+        stays: Whether samples stay as loaded: BatchNorm refuses a single one, which a rank may have in the end.
         is_left_out: Whether a window is left out, given the number of samples that each rank has loaded.
         notices: Says where samples cannot be sent.
     """
 
     def __init__(
-        self, ranks: Ranks, split: ListOfSamples, is_left_out: Callable[[Sequence[int]], bool], notices: Notices
+        self,
+        ranks: Ranks,
+        split: ListOfSamples,
+        stays: Callable[[], bool],
+        is_left_out: Callable[[Sequence[int]], bool],
+        notices: Notices,
     ) -> None:
         self._ranks = ranks
         self._split = split
+        self._stays = stays
         self._is_left_out = is_left_out
         self._notices = notices
+        self._has_failed = False  # on all ranks
+        self._seconds = 0.0  # of the last exchange of samples
 
-    def deal(self, part: Window, costs: Costs) -> Window:
-        """Return the samples of a window that this rank computes, in the loader's order; all ranks call it together.
+    def deal(self, part: Window, costs: Costs) -> None:
+        """Let a window hold the samples that this rank computes, in the loader's order; all ranks call it together.
 
-        The samples stay where they are if that is about as even, or if some cannot be pickled.
+        The samples stay where they are if that is about as even, if to send them takes longer than ranks would wait, or
+        if some could not be sent.
 
         Args:
             part: The samples that this rank has loaded; may be none.
@@ -113,60 +110,87 @@ class Dealer:
             RankFailedError: Another rank has failed, or is gone.
         """
         ranks = self._ranks
-        said = ranks.exchange("widths", (part.each_width(), costs.measured()))
-        loaded = [rank for rank, (widths, _) in enumerate(said) for _ in widths]
-        if not loaded or self._is_left_out([len(widths) for widths, _ in said]):
-            return part
-        cost = fitted(one for _, measured in said for one in measured)
-        each = [cost.of(width) for widths, _ in said for width in widths]
-        owners = shares(each, ranks.size)
-        if busiest(each, loaded, ranks.size) <= _ENOUGH * busiest(each, owners, ranks.size):
-            return part
-        places = (place for place, rank in enumerate(loaded) if rank == ranks.rank)
-        held = dict(zip(places, part.each_sample(), strict=True))
-        sent, lengths, reason = _packed(held, owners, ranks)
-        answers = ranks.exchange("samples to send", (lengths, reason))
-        if reason := next((why for _, why in answers if why), None):
-            self._notices.say(
-                f"samples stay on the ranks that load them, since they cannot be sent to others ({reason}), so ranks "
-                "wait for the one with the longest; let the dataset return what can be pickled, on the CPU",
-                key="samples that stay",
-            )
-            return part
-        held = {place: sample for place, sample in held.items() if owners[place] == ranks.rank}
-        for received in ranks.swap(sent, lengths, [of_rank[ranks.rank] for of_rank, _ in answers]):
-            held.update(_unpacked(received))
-        if not held:
-            return Window.of_spans((), None).made_of(part)
-        found = Window.of_checked([[held[place] for place in sorted(held)]], self._split).made_of(part)
-        found.places = sorted(held)
-        return found
+        told = part.each_width(), fitted(costs.measured()), self._stays(), self._seconds
+        each_widths, costs_of, stay, seconds = zip(*ranks.exchange("widths", told), strict=True)
+        loaded = [rank for rank, widths in enumerate(each_widths) for _ in widths]
+        part.places = [place for place, rank in enumerate(loaded) if rank == ranks.rank]
+        if not loaded or self._has_failed or any(stay) or self._is_left_out(list(map(len, each_widths))):
+            return
+        # That of one rank, since the last bits of a fit may differ between hosts.
+        cost = next((one for one in costs_of if one != BY_ELEMENTS), BY_ELEMENTS)
+        each = [cost.of(width) for widths in each_widths for width in widths]
+        owners = shares(each, loaded, ranks.size)
+        before, after = (busiest(each, of_ranks, ranks.size) for of_ranks in (loaded, owners))
+        if before <= _ENOUGH * after or (cost != BY_ELEMENTS and before - after <= max(seconds)):
+            self._seconds *= _FADES
+            return
+        began = time.perf_counter()
+        held = dict(zip(part.places, part.each_sample(), strict=True))
+        received = self._exchanged(held, owners)
+        if received is not None:
+            own = {place: one for place, one in held.items() if owners[place] == ranks.rank}
+            part.hold(own | received, self._split)
+            self._seconds = time.perf_counter() - began
 
+    def _exchanged(self, held: dict[int, Any], owners: Sequence[int]) -> dict[int, Any] | None:
+        """Send the samples that others compute; return what they have sent, by place, or None if all keep theirs."""
+        ranks = self._ranks
+        packed = self._on_all("samples to send", lambda: _packed(held, owners, ranks))
+        if packed is None:
+            return None
+        stream, lengths = packed
+        expected = [of_rank[ranks.rank] for of_rank in ranks.exchange("their lengths", lengths)]
+        received = self._on_all("room for samples", lambda: torch.empty(sum(expected), dtype=torch.uint8))
+        if received is None:
+            return None
+        ranks.swap(stream, lengths, received, expected)
+        parts = [part.numpy().data for part in torch.split(received, expected) if len(part)]
+        # Only now do others keep the samples that they have sent no longer.
+        found = self._on_all("samples received", lambda: [pickle.loads(part) for part in parts])  # noqa: S301 - as above
+        return None if found is None else {place: one for of_rank in found for place, one in of_rank.items()}
 
-def _packed(held: dict[int, Any], owners: Sequence[int], ranks: Ranks) -> tuple[io.BytesIO, list[int], str | None]:
-    """Return the samples for other ranks, one after the other, the bytes for each, and why they cannot be sent."""
-    stream = io.BytesIO()
-    ends = [0]
-    for rank in range(ranks.size):
+    def _on_all(self, topic: str, make: Callable[[], Any]) -> Any:
+        """Return what is made here, or None if any rank fails to make its own: then samples stay from now on."""
+        made = reason = None
         try:
-            for place, sample in held.items() if rank != ranks.rank else ():
-                if owners[place] == rank:
-                    pickle.dump((place, _on_host(sample)), stream, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # noqa: BLE001 - of the user's own types; other ranks wait for what is sent
-            return stream, [], f"{type(error).__name__}: {first_line(error)}"
-        ends.append(stream.tell())
-    return stream, [end - begin for begin, end in itertools.pairwise(ends)], None
+            made = make()
+        except Exception as error:  # noqa: BLE001 - of the user's own types, or lack of memory; others wait
+            reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = next(filter(None, self._ranks.exchange(topic, reason)), None)
+        if reason is None:
+            return made
+        self._has_failed = True
+        self._notices.say(
+            f"samples stay on the ranks that load them, since they cannot be sent to others ({reason}), so ranks wait "
+            "for the one with the longest; let the dataset return what can be pickled, on the CPU",
+            key="samples that stay",
+        )
+        return None
 
 
-def _on_host(sample: Any) -> Any:
-    """Return a copy of a sample, which holds no more than its own part of a tensor that it views."""
-    for tensor in tensors_in(sample):
-        if tensor.device.type != "cpu":
-            raise TypeError(f"a sample holds a tensor on {tensor.device}")
-    return copied(sample)
+def _packed(held: dict[int, Any], owners: Sequence[int], ranks: Ranks) -> tuple[io.BytesIO, list[int]]:
+    """Return the samples for other ranks, by place, one rank's after the other's, and the bytes for each."""
+    stream, lengths = io.BytesIO(), []
+    for rank in range(ranks.size):
+        begin, theirs = stream.tell(), {place: one for place, one in held.items() if owners[place] == rank}
+        if theirs and rank != ranks.rank:
+            _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(theirs)
+        lengths.append(stream.tell() - begin)
+    return stream, lengths
 
 
-def _unpacked(received: Tensor) -> Iterator[tuple[int, Any]]:
-    stream = io.BytesIO(received.numpy().tobytes())
-    while stream.tell() < len(received):
-        yield pickle.load(stream)  # noqa: S301 - of this training's own processes
+class _Pickler(pickle.Pickler):
+    """Pickles of a tensor only its own part of what it views, and much faster than torch."""
+
+    def reducer_override(self, found: Any) -> Any:
+        """As in the base class."""
+        if isinstance(found, Tensor) and found.device.type != "cpu":
+            raise TypeError(f"a sample holds a tensor on {found.device}")
+        if type(found) is not Tensor or found.layout is not torch.strided or found.requires_grad:
+            return NotImplemented
+        data = found.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return _tensor, (pickle.PickleBuffer(data), found.dtype, tuple(found.shape))
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)

@@ -171,7 +171,7 @@ class ShardedRankPeers(RankPeers):
             DoesNotFitError: Memory ran out with the smallest micro-batch.
             RankFailedError: Another rank is gone.
         """
-        self.ranks.is_in_pass = True
+        self.ranks.is_in_pass = self.ranks.size > 1
         try:
             yield
         except Exception as error:

@@ -156,7 +156,7 @@ def _check_can_be_sharded(name: str, loader: Any) -> None:
         raise InvalidInputError(
             f"shard_data=True takes a torch DataLoader over a dataset with indices, and {name} is a "
             f"{type(loader).__name__} that gives no indices; let each rank's loader yield its own samples, and leave "
-            "shard out"
+            "shard_data out"
         )
     for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
         if any(getattr(sampler, counts, 1) not in (1, None) for counts in _COUNTS_OF_RANKS):

@@ -174,25 +174,23 @@ class Ranks:
             size = said.size
         return size
 
-    def swap(self, stream: BytesIO, lengths: Sequence[int], expected: Sequence[int]) -> tuple[Tensor, ...]:
-        """Send each rank its part of a stream, one after the other; return the bytes that each has sent to this one.
+    def swap(self, stream: BytesIO, lengths: Sequence[int], received: Tensor, expected: Sequence[int]) -> None:
+        """Send each rank its part of a stream, one after the other, and fill a tensor with what they send to this one.
 
         Args:
             stream: The bytes, those for rank 0 first.
             lengths: How many are for each rank.
+            received: The bytes from all ranks, one after the other.
             expected: How many each rank sends to this one.
 
         Raises:
             RankFailedError: Another rank is gone.
         """
-        with self.on_network(), self._memory.elsewhere():
-            sent, received = (torch.empty(sum(each), dtype=torch.uint8) for each in (lengths, expected))
-            stream.seek(0)
-            stream.readinto(sent.numpy().data)
+        with self.on_network():
+            sent = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8) if sum(lengths) else torch.empty(0).byte()
             self._last = [sent, received]
             shared = {"group": self._hosts(), "async_op": True}
             self._wait(distributed.all_to_all_single(received, sent, [*expected], [*lengths], **shared))
-        return torch.split(received, [*expected])
 
     def leave(self, text: str) -> None:
         """Leave word for the others, which wait inside an operation where no message reaches them.

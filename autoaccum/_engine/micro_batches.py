@@ -24,6 +24,7 @@ from autoaccum._loss.sample_choices import MOST_SAMPLES
 from autoaccum._loss.summands import is_same
 from autoaccum._loss.window_weights import WindowWeights
 from autoaccum._oom import clear_traceback_frames, is_oom
+from autoaccum._system.launched import max_micro_batch
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 _ADDS_UP = 1e-6
 # Samples of a check of a model: two odd parts, since a model may take pairs.
 _OF_A_MODEL = 6
+# The fewest samples of a check: one in each of two parts.
+_OF_PARTS = 2
 
 
 class MicroBatches:
@@ -225,6 +228,8 @@ class MicroBatches:
         step, knowledge = self._step, self._step.objective.knowledge
         # With a loss of torch, the training does not need the check, which takes no memory that is not there.
         at_most = _OF_A_MODEL if knowledge.is_torch_loss else MOST_SAMPLES
+        # `autoaccum run` sets a cap after a process was killed for its memory, which no check survives either.
+        at_most = max(_OF_PARTS, min(at_most, max_micro_batch() or at_most))
         try:
             step.check_losses(window, at_most=at_most)
         except Exception as error:

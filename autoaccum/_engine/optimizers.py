@@ -27,6 +27,8 @@ MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer | Sequen
 # What `fit` takes as `optimizer` by name. Another one changes the training, so nothing chooses it but the user.
 NAMES = ("adamw", "sgd")
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
+# The rates that a scheduler started with; the second belongs to CyclicLR.
+SCALED = ("base_lrs", "max_lrs")
 
 
 def resolve(
@@ -108,7 +110,7 @@ def scale_learning_rate(
         notices.say(f"learning rate: {before:g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})")
     # Schedulers created before keep the rates they started with; a scheduler of schedulers keeps its parts'.
     for part in parts_of_scheduler(scheduler):
-        for name in ("base_lrs", "max_lrs"):  # the second belongs to CyclicLR
+        for name in SCALED:
             if hasattr(part, name):
                 setattr(part, name, [rate * factor for rate in getattr(part, name)])
 

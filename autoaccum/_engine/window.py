@@ -87,6 +87,7 @@ class Engine:
         checks_all: Whether the current window is due for all checks.
         at: How far the current window is.
         oom_events: The failures of the current window for lack of memory, without those of trials.
+        repeats: Why the current window was begun again, each time.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
         is_at_work: Whether a window has begun and not ended.
         is_half_done: Whether a window was neither finished nor restored, both of which a second interrupt can prevent.
@@ -121,6 +122,7 @@ class Engine:
         self._is_steady = self.checks_all = self.has_lost_parameters = False
         self.is_at_work = self._is_begun = self.is_half_done = False
         self.oom_events: list[MemoryEvent] = []
+        self.repeats: list[str] = []
         self.at = Progress()
         # Of the current window: what its micro-batches have given, and why the last attempt lacked memory.
         self._given: PartResult | None = None
@@ -186,11 +188,13 @@ class Engine:
         except (RecheckWindow, NotSettled, BeginAgain) as error:
             self._has_failed = True
             self._prepare_rerun(error)
+            self.repeats.append(first_line(error))
         except Exception as error:
             if self._is_made():
                 raise
             self._has_failed = True
-            self._lack = self._undone(error)
+            self._lack = event = self._undone(error)
+            self.repeats.append("out of memory: " + event.phase + (f" of {event.size} samples" if event.size else ""))
 
     def gradient(self) -> PartResult:
         """Return the results of all micro-batches, which are run unless only what follows them has failed.
@@ -221,7 +225,7 @@ class Engine:
         step = self._step
         self._measures_noise, self._totals = measures_noise, None
         self._has_grad_mode = torch.is_grad_enabled()
-        self.at, self.oom_events = Progress(), []
+        self.at, self.oom_events, self.repeats = Progress(), [], []
         self._given = self._lack = self._saved = None
         self._is_checked_again = self._has_failed = False
         step.stage.start = 0
@@ -447,10 +451,11 @@ class Engine:
             self._step.objective.check_anew()
         if damage := self._damage():
             error.add_note(f"autoaccum: it came after {damage}")
-        if isinstance(error, ValueError) and self._explain_refused_sample(error, size, sizes):
+        is_own = isinstance(error, AutoaccumError)  # which says what to do
+        if isinstance(error, ValueError) and not is_own and self._explain_refused_sample(error, size, sizes):
             return
         is_of_size = phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and size < self._window.samples
-        if is_of_size and isinstance(error, _OF_SHAPES) and not isinstance(error, AutoaccumError):
+        if is_of_size and isinstance(error, _OF_SHAPES) and not is_own:
             error.add_note(
                 f"autoaccum: it came in a micro-batch of {size} of the window's {self._window.samples} samples; if "
                 "more do not raise it, write the model and the loss for any number of samples (squeeze(-1) for "
@@ -500,6 +505,7 @@ class Engine:
             # With the plan in force, or of the window whose micro-batches were trials.
             "peak_bytes": room.peak_bytes if trial_peak is None else trial_peak,
             "recomputed_samples": self.at.recomputed,
+            "repeats": tuple(self.repeats),
             "device_losses": {name: DeviceScalar(loss) for name, loss in reduced.losses.items()},
             "device_reported": {name: DeviceScalar(value) for name, value in reduced.reported.items()},
             "warnings": tuple(new),

@@ -134,6 +134,7 @@ class Evaluator:
         for metric in self._counting:
             metric.reset()
         self.has_loss = None
+        step.objective.knowledge.begin_evaluation()
         with self._evaluating():
             windows = (Window.of_checked([batch], step.objective.split) for batch in batches)
             first = next(windows, None)
@@ -245,6 +246,7 @@ class Evaluator:
         """Run a micro-batch; once more, if a loss in it is not what a check has found earlier."""
         # Not a loss over whole windows, nor one of a model that communicates in its passes.
         self._may_check = self._whole is None and self._step.passes is None
+        self._step.objective.knowledge.now.was_asked = not self._may_check
         if self._may_check and size < window.samples:
             check_losses(self._step, window.part(start, start + size))
         while True:

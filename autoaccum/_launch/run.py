@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 RETRIES = 5
 # The default of Kubernetes before it kills a container, and of torchrun before it kills a worker.
-GRACE_S = 30.0
+GRACE_S = 30
+# What torchrun reads as the seconds that its ranks have, and how long before this process it is to kill them.
+_TORCHRUN_GRACE, _BEFORE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 2.0
 # More samples than any training has; divisors are searched up to its square root.
 _MOST = 10**12
 _MOST_GRACE_S = 7 * 24 * 60 * 60
@@ -186,7 +188,9 @@ class _Run:
             variables |= variables_of(self._sizes)
         before = _linux.read_kills()
         arguments = fill_in(self._command, numbers)
-        ended = supervisor.run(arguments, os.environ | variables)
+        # torchrun would kill its ranks 30 s after it was asked to end, whatever grace they were promised.
+        patience = {_TORCHRUN_GRACE: str(max(1, round(self._options.grace_s - _BEFORE_S)))}
+        ended = supervisor.run(arguments, patience | os.environ | variables)
         return ended, diagnose(ended, reason_file.read(path), _linux.risen(before, _linux.read_kills()))
 
     def _passed_on(self, ended: Ended, diagnosis: Diagnosis) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import runpy
 import sys
 import traceback
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from autoaccum._data.batches import as_window
 from autoaccum._data.regrouping import TOKENS_ARE, check_target, tokens_of
 from autoaccum._data.splits import piece_of
+from autoaccum._engine.optimizers import resolve
 from autoaccum._system.attributes import replaced
+from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import is_own_file
 from autoaccum._training.accumulator import Accumulator
 from autoaccum._training.api import fit
@@ -195,18 +198,27 @@ def _bound(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, An
 
 
 class _Runner:
-    """Stands for a `Runner` until its first step."""
+    """Stands for a `Runner` until its first step; an evaluation before it gives nothing."""
+
+    savings, noise_scale = (), None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._arguments = _bound(Runner, args, kwargs)
         self.plan = self._arguments["plan"]
+        model, optimizer = self._arguments["model"], self._arguments.get("optimizer")
+        self.optimizer = self._arguments["optimizer"] = resolve(optimizer, [model], Notices(silent=True))
 
     def step(self, window: Any, *_: Any) -> NoReturn:
         _reached(self._arguments, window, self.plan.target_batch)
 
+    def evaluate(self, *_: Any) -> float:
+        return math.nan
+
 
 class _Accumulator:
     """Stands for an `Accumulator` until its first backward pass; its optimizer is not known."""
+
+    savings, plan = (), None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._arguments = _bound(Accumulator, args, kwargs)

@@ -2,7 +2,8 @@
 
 The session keeps signals of a terminal from reaching the command twice. If our stderr is a terminal, the command gets a
 pseudo-terminal of the same size and draws its progress bars; otherwise a pipe. stdin and stdout are the command's. If
-this process is killed, the kernel sends SIGTERM to the command (PR_SET_PDEATHSIG). Linux only, main thread only.
+this process is killed, the kernel sends SIGTERM to the command (PR_SET_PDEATHSIG). What the command has started, in
+sessions of its own too as torchrun's ranks are, ends with a command that is asked to end. Linux only, main thread only.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import sys
 import termios
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+from autoaccum._system.process_tree import adopt_orphans, descendants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -71,9 +73,12 @@ class Supervisor:
         self._group: int | None = None
         self._stderr: _Stderr | None = None
         self._former: dict[int, Any] = {}
+        self._others: set[int] = set()  # processes that were there before
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __enter__(self) -> Self:
+        self._others = descendants()
+        adopt_orphans(adopts=True)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         handlers: dict[int, Any] = {
             **dict.fromkeys(_ENDS, self._on_end),
@@ -91,6 +96,7 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        adopt_orphans(adopts=False)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, former in self._former.items():
             signal.signal(number, former)
@@ -136,16 +142,23 @@ class Supervisor:
         return Ended(code if code >= 0 else 128 - code, self._stderr.tail)
 
     def end_rest(self) -> None:
-        """End what the last command has left in its group: it may hold the memory that the next one needs."""
+        """End what the last command has left: it may hold the memory that the next one needs."""
         for number, seconds in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, _KILLED_S)):
-            if not self._wait_for_rest(0):
-                self._forward(number)
-                self._wait_for_rest(seconds)
+            self._signal_all(number)
+            self._wait_for_rest(seconds)
+
+    def _rest(self) -> set[int]:
+        return descendants() - self._others
+
+    def _signal_all(self, number: int) -> None:
+        for process in self._rest():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, number)
 
     def _wait_for_rest(self, seconds: float) -> bool:
-        """Wait until nothing of the group is alive; return False if the time is up first."""
+        """Wait until nothing that was started is alive; return False if the time is up first."""
         end = time.monotonic() + seconds
-        while _is_alive(self._group):
+        while self._rest():
             if time.monotonic() >= end:
                 return False
             time.sleep(_POLL_S)
@@ -160,7 +173,7 @@ class Supervisor:
         self._forward(number)
 
     def _on_overdue(self, _number: int, _frame: FrameType | None) -> None:
-        self._forward(signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)
         if self._stderr is not None:
             self._stderr.gives_up = True
 
@@ -275,13 +288,3 @@ def _begin(unblocked: Iterable[int], wrapper: int = os.getpid()) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != wrapper:  # it was killed a moment ago
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_alive(group: int | None) -> bool:
-    """Whether a process group has a process that is more than a zombie: in some containers nobody reaps those."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, of, *_ = path.read_bytes().rpartition(b") ")[2].split()
-            if int(of) == group and state not in (b"Z", b"X"):
-                return True
-    return False

@@ -64,7 +64,7 @@ class _Compared:
     """
 
     def __init__(self, number: int, runs: Sequence[Observation], tolerance: float, again: Observation | None) -> None:
-        self._runs = runs
+        self._number, self._runs = number, runs
         self._summands = [run.summands[number] for run in runs]
         self._gradients = [run.gradients[number] for run in runs]
         self._added = [self._gradients]  # what has to add up
@@ -120,11 +120,7 @@ class _Compared:
         return hinted(known, weights, [one.divisor for one in self._summands], [run.counts for run in self._runs])
 
     def _is_constant(self) -> bool:
-        whole, *parts = self._gradients
-        norm = float(whole.norm())
-        return norm > 0 and all(
-            float((one - whole).norm()) <= self._tolerance * (float(one.norm()) + norm) for one in parts
-        )
+        return are_same(self._number, self._runs, self._tolerance)
 
     def _is_sum(self) -> bool:
         """Whether the parts add up to the whole: as far as can be seen, where passes are random."""
@@ -168,7 +164,8 @@ class _Compared:
             for count, total in whole.counts.items()
             if total > 0 and count[0] in (*_TOLD_BY_BATCH, SUM)
         }
-        fitting = {count: of_parts for count, of_parts in shares.items() if self._add_up(of_parts)}
+        # What counts nothing in a part that has a gradient says nothing of it.
+        fitting = {count: of_parts for count, of_parts in shares.items() if all(of_parts) and self._add_up(of_parts)}
         is_sum = self._add_up([1.0] * len(parts))
         if not any(count[0] in _TOLD_BY_BATCH for count in fitting):
             return replace(unknown, reduction=Reduction.SUM) if is_sum else unknown
@@ -177,6 +174,13 @@ class _Compared:
         if is_sum or not all(is_same(one, its) for one, its in pairs):
             return unknown  # it would be a guess
         return Known(Reduction.MEAN, Source.COUNTED, dict.fromkeys(fitting, 1.0))
+
+
+def are_same(number: int, runs: Sequence[Observation], tolerance: float) -> bool:
+    """Whether a summand has one gradient in all runs, which is not 0."""
+    first, *others = (run.gradients[number] for run in runs)
+    norm = float(first.norm())
+    return norm > 0 and all(float((one - first).norm()) <= tolerance * (float(one.norm()) + norm) for one in others)
 
 
 def sum_of(summand: ReadTerm, run: Observation) -> Known:
@@ -228,8 +232,13 @@ def is_told(number: int, guess: Known, runs: Sequence[Observation]) -> bool:
         whole.is_dead(number)
         or guess.number is not None
         or hasattr(whole.summands[number].end, "_saved_reduction")
-        or all(run.summands[number].weight == 0.0 for run in runs if run.is_dead(number))
+        or all(_counts_nothing(run.summands[number]) for run in runs if run.is_dead(number))
     )
+
+
+def _counts_nothing(summand: ReadTerm) -> bool:
+    """Whether nothing counts in a summand, by its graph: not where a mean over some number is multiplied by 0."""
+    return summand.weight == 0.0 and not summand.divisor
 
 
 def guess_of(runs: Sequence[Observation]) -> list[Known]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.summands import Known
+
+# The least weight: 0 divided by it is 0.
+_LEAST = sys.float_info.min
 
 
 class Share(NamedTuple):
@@ -74,6 +79,7 @@ def _of_number(knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known]
         value = numbers_in(span.piece.batch)[number]
         return Share(value, value * span.samples / span.piece.samples)
     if not any(one.is_weighed for one in known):
+        _look_for_clamp(knowledge, loss.name, known[0], window)
         return Share(1.0, samples)
     if len(known) > 1:
         return _of_several(knowledge, loss, known, window)
@@ -84,19 +90,30 @@ def _of_number(knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known]
     weights.enter(0, window.samples, None)
     (divisor,) = weights.note(loss)
     if not isinstance(divisor, Tensor) and math.isinf(divisor):
-        return Share(samples, samples)  # what is multiplied by 0 is 0
+        return Share(0.0, 0.0, _LEAST)  # what is multiplied by 0 is 0, also where nothing else is evaluated
     return Share(divisor, *weights.total_of(loss.name))
+
+
+def _look_for_clamp(knowledge: LossKnowledge, name: str, known: Known, window: Window) -> None:
+    """Warn of a sum that may be divided by max(k, n), once an evaluation has counted more than its divisor."""
+    totals = knowledge.now.counted_in_sums
+    for count, n in counted(window, 0, window.samples, frozenset(known.hints)).items() if known.hints else ():
+        totals[count] = totals.get(count, 0.0) + n
+        if totals[count] > known.least:
+            knowledge.said.of_divisor(name, known.least, is_only=len(knowledge.items()) == 1)
 
 
 def _of_several(knowledge: LossKnowledge, loss: LossValue, known: Sequence[Known], window: Window) -> Share:
     """Return how a loss of several summands counts, whose values are not known: by what all share, or by samples."""
     weight = float(window.samples)
     if loss.value.requires_grad:
-        weights = WindowWeights(knowledge, window)
+        weights, noted = WindowWeights(knowledge, window), list[Any]()
         weights.enter(0, window.samples, None)
-        noted = weights.note(loss)
-        if all(one.reduction is Reduction.MEAN and one.per_sample for one in known):
-            units = [abs(float(weight)) / one.per_sample for weight, one in zip(noted, known, strict=True)]
+        with suppress(RecheckWindow):  # of a penalty, which is computed from outputs here, and not from parameters
+            noted = weights.note(loss)
+        if noted and all(one.reduction is Reduction.MEAN and one.per_sample for one in known):
+            each = [knowledge.each_sample((loss.name, number)) for number in range(len(known))]
+            units = [abs(float(weight)) / of_sample for weight, of_sample in zip(noted, each, strict=True)]
             if all(is_same(one, units[0]) for one in units):
                 return Share(units[0], units[0])
         weight = 0.0 if not all(noted) and bool(loss.value.detach().isnan()) else weight

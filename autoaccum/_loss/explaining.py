@@ -73,6 +73,7 @@ class Reads:
         # What max(1, n) gives where nothing counts, and max(k, n).
         self._clamps = {*self.known.hints.values(), self.known.least}
         self._reads: list[_Read] = []
+        self._zeros: list[tuple[int, MicroBatch]] = []  # micro-batches of which a mean is multiplied by 0
 
     @property
     def known(self) -> Known:
@@ -88,6 +89,10 @@ class Reads:
         if part.batch is not None:  # what a split has made it may make otherwise another time
             counts, part = self.counts(part), MicroBatch(part.start, part.stop)
         self._reads.append(_Read(place, part, number, divisor, counts, value))
+
+    def add_zero(self, place: int, part: MicroBatch) -> None:
+        """Note a micro-batch of which a mean is multiplied by 0, so that its graph does not say the weight."""
+        self._zeros.append((place, part))
 
     def counts(self, part: MicroBatch) -> dict[Count, float]:
         """Return what a micro-batch counts by the hints."""
@@ -113,7 +118,21 @@ class Reads:
                 self._explain_each(self.known, self._reads, found)
             if not self.known.is_counted:
                 self._look_for_ones(found)
+        self._count_zeros(found)
         return not any(found)
+
+    def _count_zeros(self, found: list[Any]) -> None:
+        """Put what hints count in place of the weights of means that are multiplied by 0, beside others that are not.
+
+        So is a masked mean that is multiplied by the part which the mask keeps: all elements count.
+        """
+        each = [found[read.place] / read.number for read in self._reads if found[read.place]]
+        is_one = all(is_same(one, each[0]) for one in each)
+        for place, part in self._zeros:
+            weights = [n * self.known.hints[hint] for hint, n in self.counts(part).items()]
+            if not (weights and is_one and all(is_same(one, weights[0]) for one in weights)):
+                self._knowledge.said.of_unchecked(self._key[0])
+            found[place] = min(weights, default=0.0) * (self.known.per_divisor or 1.0)
 
     def _explain_each(self, known: Known, reads: Sequence[_Read], weights: list[Any]) -> None:
         """Find the counts that explain the micro-batches of a window, each by itself."""
@@ -136,12 +155,13 @@ class Reads:
         # A count, or several times a count, explains a divisor better than a part of another, which fits by accident.
         if whole := {hint for hint in fit | clamps.keys() if known.hints[hint].is_integer()}:
             fit, clamps = fit & whole, {hint: one for hint, one in clamps.items() if hint in whole}
-        self._narrow(fit | clamps.keys())
+        self._narrow(fit | clamps.keys(), compared, reads)
         if not clamps:
             return
         parts = [[min(1.0, n / number) for number, n in compared[hint]] for hint in clamps]
         is_known = all(self._is_least(one) and known.hints[hint] == 1.0 for hint, one in clamps.items())
         is_seen = any(map(any, parts)) or all(read.value is None or _is_zero(read) for read in reads)
+        is_seen = is_seen and all(len(_zeros(compared[hint], reads)) <= 1 for hint in clamps)
         if fit or not (is_known and is_seen) or any(not all(map(is_same, parts[0], own)) for own in parts):
             self._knowledge.said.of_clamp(self._key[0])  # what one count says may be max(1, n) of another
         if not fit:
@@ -166,7 +186,7 @@ class Reads:
         are_counts = len(divisors) > 1 and all(map(float.is_integer, divisors))
         ones = [read for read in self._reads if read.divisor == 1.0]
         ones = [read for read in ones if read.value is None or _is_zero(read) or not are_counts]
-        if ones and not (self.known.is_guess and self._knowledge.is_tried_now):
+        if ones and not (self.known.is_guess and self._knowledge.now.is_tried):
             self._knowledge.said.of_clamp(self._key[0])
         for read in ones:
             if _is_zero(read):
@@ -177,19 +197,30 @@ class Reads:
         if reads[0].counts is not None:
             return False
         window, total = self._window, sum(read.number for read in reads)
+        each = known.hints.get(SAMPLES)
+        if each and not all(is_same(read.number, each * (read.part.stop - read.part.start)) for read in reads):
+            return False  # a sum that is the same by accident
         wanted = frozenset(one for one in known.hints if is_free(one, window)) or frozenset(known.hints)
         numbers = counted(window, 0, window.samples, wanted)
         return all(is_same(total, n * known.hints[one]) for one, n in numbers.items())
 
-    def _narrow(self, fit: AbstractSet[Count]) -> None:
+    def _narrow(
+        self,
+        fit: AbstractSet[Count],
+        compared: Mapping[Count, Sequence[tuple[float, float]]],
+        reads: Sequence[_Read],
+    ) -> None:
         """Keep only the hints that fit.
 
         Raises:
-            RecheckWindow: None of them does, in a window for which no check was tried.
+            RecheckWindow: None of them does, for the first time in a window: a check is due of what does not fit.
         """
         hints = self.known.hints
-        may_begin_again = not self._knowledge.is_tried_now and not self._has_to_pass
-        if hints and not fit and may_begin_again:  # it may be another function
+        if hints and not fit and not self._knowledge.now.was_asked and not self._has_to_pass:
+            # It may be another function, or samples that were tried were alike by accident.
+            odd = [[not _are_one(*one, pairs) for one in pairs] for pairs in compared.values()]
+            parts = [read.part for read, is_odd in zip(reads, min(odd, key=sum), strict=True) if is_odd]
+            self._knowledge.now.doubtful = [row for part in parts for row in range(part.start, part.stop)]
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             raise RecheckWindow(changed(self._key[0], how))
         if hints and not fit and not self._knowledge.is_checked_now and not self._has_to_pass:
@@ -204,6 +235,11 @@ class Reads:
 def _is_zero(read: _Read) -> bool:
     """Whether a loss is known to be 0."""
     return read.value is not None and not read.value
+
+
+def _zeros(pairs: Sequence[tuple[float, float]], reads: Sequence[_Read]) -> set[bool]:
+    """Return whether the loss is 0 where a count is 0: there and not there, if it counts something else."""
+    return {_is_zero(read) for read, (_, n) in zip(reads, pairs, strict=True) if not n and read.value is not None}
 
 
 def _fits(pairs: Sequence[tuple[float, float]], scale: float = 1.0) -> bool:

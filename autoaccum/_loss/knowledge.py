@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._loss.loss_warnings import LossWarnings
@@ -37,6 +37,25 @@ class RecheckWindow(Exception):  # noqa: N818 - it is no error of the user's
         self.error = error
 
 
+@dataclass(slots=True)
+class Current:
+    """What is known of the current window or evaluation alone.
+
+    Attributes:
+        is_tried: Whether losses were tried for the window, whatever that confirmed.
+        was_asked: Whether a check was asked for in it.
+        doubtful: Samples of which nothing explains the divisor, for that check.
+        counted_in_sums: What the evaluation has counted of what sums may be divided by.
+        each_sample: The w of a sample, by summand, as the evaluation began with it.
+    """
+
+    is_tried: bool = False
+    was_asked: bool = False
+    doubtful: Sequence[int] = ()
+    counted_in_sums: dict[Count, float] = field(default_factory=dict)
+    each_sample: dict[SummandKey, float] = field(default_factory=dict)
+
+
 class LossKnowledge:
     """What is known of losses.
 
@@ -50,7 +69,7 @@ class LossKnowledge:
         is_models_own: Whether the model, or a framework's trainer, computes the loss.
         is_checked: Whether losses were tried on several samples, or on one where no two can be.
         is_checked_now: Whether they were checked for the current window, each confirmed or met for the first time.
-        is_tried_now: Whether such a check was tried, whatever it confirmed.
+        now: What is known of the current window or evaluation alone.
         failures: Windows in a row whose weights were predicted wrong.
         counted: What all ranks count in the window for which losses are tried; None in one process.
         owes_warning: Whether it is to be warned of what is known of a single sample alone.
@@ -60,7 +79,8 @@ class LossKnowledge:
     def __init__(self, default: Known | None = None) -> None:
         self.default = self._asked = default
         self.summands: dict[str, tuple[Known, ...]] = {}
-        self.is_torch_loss = self.is_models_own = self.is_checked = self.is_checked_now = self.is_tried_now = False
+        self.is_torch_loss = self.is_models_own = self.is_checked = self.is_checked_now = False
+        self.now = Current()
         self.counted: Mapping[Count, float] | None = None
         self.failures = 0
         self.said = LossWarnings()
@@ -133,7 +153,7 @@ class LossKnowledge:
 
     def ask_for_check(self) -> None:
         """Have losses tried before the next window that is cut, whatever is known of them."""
-        self.is_checked = False
+        self.is_checked, self.now.was_asked = False, True
 
     def do_without_check(self) -> None:
         """Go on with what is known, since a check does not fit; it is tried again when the next is due."""
@@ -143,7 +163,15 @@ class LossKnowledge:
 
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""
-        self.is_checked_now = self.is_tried_now = False
+        self.is_checked_now = self.now.is_tried = self.now.was_asked = False
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation, which has counted nothing yet."""
+        self.now.counted_in_sums, self.now.each_sample = {}, {}
+
+    def each_sample(self, key: SummandKey) -> float:
+        """Return the w of a sample in the last check before an evaluation: later ones may find another scale."""
+        return self.now.each_sample.setdefault(key, self.summands[key[0]][key[1]].per_sample)
 
     def note(self, losses: Iterable[LossValue]) -> None:
         """Note which losses state their weight, and which are as the arguments say."""
@@ -190,7 +218,7 @@ class LossKnowledge:
         """
         for name, known in found.items():
             self._refuse(name, known, tried.get(name, ""))
-        self.is_tried_now = True
+        self.now.is_tried = True
         self._incomplete = 0 if is_complete else self._incomplete + 1
         self.is_checked = is_complete or self._incomplete >= _MOST_INCOMPLETE
         self.is_checked_now = is_complete or not self.summands.keys() >= found.keys()
@@ -209,13 +237,20 @@ class LossKnowledge:
         term, others = _unconfirmed(name, known)
         if not term or (others and (Reduction.MEAN not in others or self.is_models_own)):
             return
+        doubtful = next(one for one in known if one.reduction is Reduction.UNCONFIRMED)
+        if doubtful.is_guess:
+            raise InvalidInputError(
+                f"{term} cannot be read from its graph, and no samples could be tried together that tell how "
+                "micro-batches make up the whole batch's; return it by its name, as a (sum, weight) pair, or pass "
+                "loss_reduction='mean' or 'sum'"
+            )
         last = (
             "or return it by its name, as (term * n, n), which counts by samples"
             if others
             else "or pass loss_reduction='mean' to average micro-batches all the same, as for BatchNorm without "
             "running statistics"
         )
-        if next(one for one in known if one.reduction is Reduction.UNCONFIRMED).sums_add:
+        if doubtful.sums_add:
             raise InvalidInputError(
                 f"{term} is neither a mean nor a sum over samples: its sums over parts of a batch add up, and what "
                 f"they are divided by does not{tried}, as max(k, n) does not. Return the (sum, weight) pair, with n "

@@ -141,19 +141,23 @@ _PAIR_MEANS = (
 )
 
 
+def check_weights(name: str, whole: float, *parts: float) -> None:
+    """Reject a pair whose weights of parts do not add up to that of all samples."""
+    if not math.isclose(whole, sum(parts), rel_tol=_SAME_PAIR):
+        raise InvalidInputError(
+            f"the weights of loss {name!r} do not add up: the second half of the pair is {whole:g} for a batch, and "
+            f"{sum(parts):g} for its two parts together, as an accuracy, another mean or max(1, n) would; {_PAIR_MEANS}"
+        )
+
+
 def no_mean(
     name: str, whole: tuple[float, float], *parts: tuple[float, float], by_samples: bool
 ) -> InvalidInputError | None:
     """Return the error for a vector or a pair whose mean over samples is not that of two parts of them together.
 
-    None if it is a loss that compares samples, in a pair that says to count it `by_samples`.
+    None if it is a loss that compares samples, in a pair that says to count it `by_samples`. The weights add up.
     """
-    (mean, weight), added = whole, sum(part[1] for part in parts)
-    if not math.isclose(weight, added, rel_tol=_SAME_PAIR):
-        return InvalidInputError(
-            f"the weights of loss {name!r} do not add up: the second half of the pair is {weight:g} for a batch, and "
-            f"{added:g} for its two parts together, as an accuracy or another mean would; {_PAIR_MEANS}"
-        )
+    mean, weight = whole
     if math.isclose(
         mean * weight, sum(each * own**2 for each, own in parts) / (weight or math.nan), rel_tol=_SAME_PAIR
     ):

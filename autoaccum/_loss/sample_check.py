@@ -19,12 +19,12 @@ import torch
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import counts_in, counts_of
-from autoaccum._loss.comparison import by_graph, compare, guess_of, is_told, of_singles, says_nothing
+from autoaccum._loss.comparison import are_same, by_graph, compare, guess_of, is_told, of_singles, says_nothing
 from autoaccum._loss.graph_reader import ReadTerm
-from autoaccum._loss.loss_values import no_mean, not_finite
+from autoaccum._loss.loss_values import check_weights, no_mean, not_finite
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
-from autoaccum._loss.summands import SAME_WEIGHT, Known, Reduction, Source
+from autoaccum._loss.summands import BY_SAMPLES, SAME_WEIGHT, Known, Reduction, Source, is_same
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class LossCheck:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
         has_tried = False
-        for sample, first in choices(window, most):
+        for sample, first in choices(window, most, self.knowledge.now.doubtful):
             for source in self.passes:
                 self._try(source, sample, first)
             has_tried = True
@@ -140,6 +140,10 @@ class LossCheck:
             guess = guess_of(runs)
             are_told = all(is_told(number, guess[number], runs) for number in dead)
             self._open[name] = self._open.get(name, True) and are_told
+            if run.is_pair and all(one.summands[0].node for one in runs):  # not what stands in for no loss
+                whole, *of_parts = (float(one.weights[0] or 0.0) for one in runs)
+                if not is_same(sum(of_parts), whole, self.tolerance):
+                    check_weights(name, whole, *of_parts)
             if not run.is_stated:
                 mixed = [guess[number] if number in dead else one for number, one in enumerate(known)]
                 self._found.setdefault(name, mixed)
@@ -148,6 +152,7 @@ class LossCheck:
             if known[0].reduction is not Reduction.MEAN:
                 by_samples = losses > 1 and run.is_pair and all(one.weights[0] == one.samples for one in runs)
                 values = [(one.value, float(one.weights[0] or 0.0)) for one in runs]
+                check_weights(name, *(weight for _, weight in values))
                 if (error := no_mean(name, *values, by_samples=by_samples)) is not None:
                     raise error
                 self.knowledge.said.of_samples(name)
@@ -269,7 +274,28 @@ class LossCheck:
                 alike = [of_row[name] for of_row in read if len(of_row.get(name, ())) == len(summands)]
                 by_summand = list(zip(*alike, strict=True)) if len(alike) == len(cuts) else []
                 found[name] = of_singles(by_summand, counts, whole) or [by_graph(one) for one in summands]
+            has_others = any(one.reduction is not Reduction.MEAN for name in read[0] for one in found[name])
+            if len(rows) > 1 and has_others and not self.knowledge.is_torch_loss:
+                self._find_constants(source, window, rows, found)
         return {} if self.knowledge.is_torch_loss else found
+
+    def _find_constants(
+        self, source: Pass, window: Window, rows: Sequence[int], found: Mapping[str, list[Known]]
+    ) -> None:
+        """Find the summands that have the same gradient in each single sample, as a penalty on parameters has."""
+        of_rows: list[dict[str, Observation]] = []
+        try:
+            of_rows = [self._observe(source, window, row, row + 1) for row in rows]
+        except Exception as error:
+            if not _oom.is_oom(error):
+                raise
+            _oom.clear_traceback_frames(error)
+            return  # gradients beside those that are there already
+        for name in found.keys() & of_rows[0].keys():
+            runs = [own for row in of_rows if (own := row.get(name)) and len(own.summands) == len(found[name])]
+            for number, one in enumerate(found[name]):
+                if one.reduction is not Reduction.MEAN and len(runs) > 1 and are_same(number, runs, self.tolerance):
+                    found[name][number] = replace(BY_SAMPLES, reduction=Reduction.CONSTANT)
 
     def _read_alone(self, source: Pass, cut: Any) -> dict[str, list[ReadTerm]]:
         """Return the summands of each loss of one sample, without their graphs."""

@@ -47,7 +47,7 @@ class NotSettled(Exception):  # noqa: N818 - it is no error of the user's
     """
 
     def __init__(self, weights: Mapping[SummandKey, float]) -> None:
-        super().__init__("weights were predicted wrong")
+        super().__init__("the weights of its losses were predicted wrong")
         self.weights = weights
 
 

@@ -161,6 +161,8 @@ class SummandWeights:
         if math.isnan(weight):
             raise InvalidInputError(f"loss {loss.name!r} divides by NaN; look for NaN among the weights")
         if not weight or math.isinf(weight):
+            if weight and divisor:
+                self._reads.add_zero(len(self.found), part)
             return 0.0
         if self._knowledge.is_torch_loss:
             return weight  # an operator of torch counts, and is never clamped

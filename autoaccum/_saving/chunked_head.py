@@ -48,9 +48,10 @@ def find_heads(modules: Sequence[nn.Module]) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def _unmade(head: Any, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+def _unmade(head: Any, forward: Callable[..., Tensor], input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear names it
     """Return what stands for a head's logits; the logits where no gradient is computed."""
-    if not torch.is_grad_enabled() or hidden.dim() < _LEAST_DIMENSIONS:
+    hidden = input
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or hidden.dim() < _LEAST_DIMENSIONS:
         return forward(hidden)
     check_head(head, hidden)
     _, dtype, is_cast = autocast = autocast_of(hidden.device)
@@ -60,5 +61,5 @@ def _unmade(head: Any, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor
             return forward(rows)
 
     has_gradient = any(one.requires_grad for one in (hidden, *head.parameters()))
-    recipe = Recipe(head, Held(head, hidden), make, hidden, has_gradient, writes=[0])
+    recipe = Recipe(head, Held(head, hidden), make, hidden, has_gradient)
     return UnmadeLogits.of(recipe, (*hidden.shape[:-1], head.out_features), dtype if is_cast else hidden.dtype)

@@ -23,6 +23,7 @@ CHUNK = 1024
 # Fewer tokens than four chunks are computed in four parts, but of no fewer than these: kernels become small, and the
 # head's weight is read for each.
 _LEAST, _PARTS = 256, 4
+REDUCTIONS = ("mean", "sum", "none")
 _IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -61,7 +62,7 @@ class ChunkedLoss(nn.Module):
             raise InvalidInputError(
                 f"ChunkedLoss({shown(head)}): pass the module that makes logits of hidden states, as model.lm_head"
             )
-        check_choice("reduction", reduction, ("mean", "sum", "none"))
+        check_choice("reduction", reduction, REDUCTIONS)
         if weight is not None and not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 1):
             raise InvalidInputError(
                 f"weight={shown(weight)} is no weight for each class; pass a tensor of floating-point numbers, shape "
@@ -95,8 +96,6 @@ class ChunkedLoss(nn.Module):
             self.head,
             hidden,
             labels,
-            held=Held(self.head),
-            is_alone=True,
             asked="a loss in chunks",
             weight=self.weight,
             ignore_index=self.ignore_index,
@@ -133,13 +132,9 @@ class ChunkedLoss(nn.Module):
             self.head,
             hidden,
             ids,
-            held=Held(self.head),
-            is_alone=True,
             asked="log-probabilities in chunks",
-            weight=None,
             ignore_index=self.ignore_index,
             reduction="none",
-            label_smoothing=0.0,
         )
 
 
@@ -149,25 +144,27 @@ def chunked_cross_entropy(
     hidden: Tensor,
     labels: Tensor,
     *,
-    held: Held,
-    is_alone: bool,
     asked: str,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    held: Held | None = None,
+    is_alone: bool = True,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the cross entropy as `ChunkedLoss` does, of logits that `make` makes of some tokens.
 
-    The layer `head` does so with the parameters in `held`; if it `is_alone`, kernels may take its weight. `asked` is
-    what to call this in an error.
+    The layer `head` does so with the parameters in `held`, by default its own; if it `is_alone`, kernels may take its
+    weight. `asked` is what to call this in an error.
     """
+    held = held or Held(head)
     if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
         raise InvalidInputError(
             f"a loss in chunks takes the class of each token, as integers of shape {tuple(hidden.shape[:-1])}, and the "
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}; pass other labels, or use nn.CrossEntropyLoss"
         )
     held.check(head, asked)
+    weight = None if weight is None else weight.to(hidden.device, copy=True)  # it may change before the backward pass
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     counts = classes != ignore_index
     is_plain = is_alone and weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
@@ -182,7 +179,7 @@ def chunked_cross_entropy(
         losses = functional.cross_entropy(
             logits if logits.dtype is torch.float64 else logits.float(),
             classes,
-            weight=None if weight is None else weight.to(logits.device),
+            weight=weight,
             ignore_index=ignore_index,
             reduction="none",
             label_smoothing=label_smoothing,
@@ -195,8 +192,7 @@ def chunked_cross_entropy(
     if reduction == "sum":
         return losses.sum()
     if weight is not None:
-        weight = weight.to(losses)
-        return losses.sum() / (weight[classes.where(counts, 0)] * counts).sum()
+        return losses.sum() / (weight.to(losses)[classes.where(counts, 0)] * counts).sum()
     # The mean of those that count, as cross entropy itself computes it: micro-batches are weighted as with that.
     return functional.nll_loss(-losses.unsqueeze(1), torch.where(counts, 0, -100))
 
@@ -213,17 +209,23 @@ def in_chunks(compute: Callable[..., tuple[Tensor, ...]], *by_token: Tensor) -> 
 
 
 class Held:
-    """A head's parameters, and other tensors, which must be the same until the last chunk is computed."""
+    """A head's parameters and buffers, and other tensors, which must be the same until the last chunk is computed."""
 
     def __init__(self, head: nn.Module, *others: Tensor) -> None:
         self._parameters = list(head.parameters())
-        self._versions = [(one, one._version) for one in (*self._parameters, *others) if not one.is_inference()]
+        self._tensors = (*self._parameters, *head.buffers(), *others)
+        self._states = self._now()
+
+    def _now(self) -> list[tuple[int, bool]]:
+        return [(0 if one.is_inference() else one._version, one.requires_grad) for one in self._tensors]
 
     def check(self, head: nn.Module, asked: str) -> None:
-        """Refuse other parameters, and other values."""
+        """Refuse other parameters, other values, and those that are frozen or trained since."""
         is_other = not all(map(is_, head.parameters(), self._parameters))
-        if is_other or any(one._version != version for one, version in self._versions):
+        if is_other or self._now() != self._states:
             why = "torch.func.functional_call puts them in for a call alone" if is_other else "changed in place"
+            is_trained = [trained for _, trained in self._now()] == [trained for _, trained in self._states]
+            why = why if is_trained else "frozen or trained since, as by another adapter"
             raise SavingRefusedError(
                 f"{asked}: the head has other parameters or hidden states where its logits are computed than where it "
                 f"was called ({why}); compute the loss of whole logits"

@@ -8,14 +8,16 @@ stand-in for logits.
 
 from __future__ import annotations
 
-import itertools
+import inspect
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum._saving.chunked_loss import chunked_cross_entropy, in_chunks, range_check
+from autoaccum._saving.chunked_loss import REDUCTIONS, chunked_cross_entropy, in_chunks, range_check
 from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:
@@ -36,13 +38,12 @@ def _named(*names: str) -> set[Any]:
     return {getattr(home, name) for home in (Tensor, torch, functional) for name in names if hasattr(home, name)}
 
 
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "grad_fn", "is_leaf")
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda")
 _OF_FORM = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
     *(Tensor.stride, *map(_getter, _PROPERTIES)),
 }
 _CASTS = {Tensor.float, Tensor.double, Tensor.to}
-_IN_PLACE = {Tensor.mul_: Tensor.mul, Tensor.div_: Tensor.div}
 _NORMALIZED = _named("log_softmax", "softmax")
 _TOTALS = _named("sum", "mean", "nansum")
 _INDICES = (torch.int64, torch.int32)
@@ -81,7 +82,6 @@ class Recipe(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     hidden: Tensor
     has_gradient: bool
-    writes: list[int]  # how often logits of this call were changed in place
     steps: tuple[_Step, ...] = ()
     has_classes_second: bool = False
     sums: Tensor | None = None  # their logsumexp, shape (..., 1), if it is known
@@ -91,6 +91,10 @@ class Recipe(NamedTuple):
         """Return the logits of some hidden states."""
         self.held.check(self.head, ASKED)
         return _after(self.steps, self.forward(hidden))
+
+    def without_steps(self) -> Recipe:
+        """Return the recipe of the head's own logits."""
+        return self._replace(steps=(), sums=None, modes_of_sums=None)
 
     def modes(self) -> Any:
         """Return what a computation depends on beside the logits."""
@@ -107,7 +111,6 @@ class UnmadeLogits(Tensor):
     """Stands for logits that are never made."""
 
     _recipe: Recipe
-    _written: int
 
     @staticmethod
     def of(recipe: Recipe, shape: Sequence[int], dtype: torch.dtype) -> UnmadeLogits:
@@ -115,7 +118,7 @@ class UnmadeLogits(Tensor):
         device, has_gradient = recipe.hidden.device, recipe.has_gradient and torch.is_grad_enabled()
         form: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": has_gradient}
         made: Any = Tensor._make_wrapper_subclass(UnmadeLogits, shape, strides=[0] * len(shape), **form)
-        made._recipe, made._written = recipe._replace(has_gradient=has_gradient), recipe.writes[0]
+        made._recipe = recipe._replace(has_gradient=has_gradient)
         if has_gradient:
             with torch._C.DisableTorchFunctionSubclass():  # a function with a backward pass of its own ends here
                 made.register_hook(lambda _: _refuse("a gradient"))
@@ -150,17 +153,13 @@ class UnmadeLogits(Tensor):
 
     def _asked(self, function: Any, rest: Sequence[Any], named: dict[str, Any]) -> Any:
         """Return what a function returns of these logits; None if it needs them."""
-        recipe, step = self._recipe, _Step(function, rest, named, autocast_of(self.device))
-        if self._written != recipe.writes[0]:
-            raise SavingRefusedError(
-                f"{ASKED}: logits were changed in place, and others that share their memory are used later; change "
-                "them by logits = logits / temperature, or leave 'chunked_loss' out"
-            )
         compute, takes_tensors, is_of_each = _HANDLED.get(function, (None, False, False))
-        has_tensors = any(isinstance(value, Tensor) for value in (*rest, *named.values()))
-        if compute is None or (has_tensors and not takes_tensors) or (recipe.has_classes_second and not is_of_each):
+        tensors = [value for value in (*rest, *named.values()) if isinstance(value, Tensor)]
+        has_others = not all(isinstance(one, UnmadeLogits) for one in tensors)
+        is_exchanged = self._recipe.has_classes_second
+        if compute is None or (has_others and not takes_tensors) or (is_exchanged and not is_of_each):
             return None
-        return compute(self, step)
+        return compute(self, _Step(function, rest, named, autocast_of(self.device)))
 
     def _form(self, classes: int | None = None) -> Tensor:
         """Return an empty tensor of the form of these logits, with other classes if told so."""
@@ -186,35 +185,21 @@ class UnmadeLogits(Tensor):
         recipe = self._recipe._replace(hidden=self._recipe.hidden.detach(), has_gradient=False)
         return UnmadeLogits.of(recipe, self.shape, self.dtype)
 
-    def _changed(self, step: _Step) -> UnmadeLogits | None:
-        """Change these logits in place; others that share their memory are refused from then on."""
-        after = self._then(step._replace(function=_IN_PLACE[step.function]))
-        if after is None or after.dtype != self.dtype or after.requires_grad != self.requires_grad:
-            return None
-        self._recipe = after._recipe
-        self._recipe.writes[0] += 1
-        self._written = self._recipe.writes[0]
-        return self
-
     def _times(self, step: _Step) -> UnmadeLogits | None:
         """Return what stands for a product with a number, or as in an entropy with other logits of the same tokens."""
-        other = step.arguments[0] if step.arguments else None
-        if not isinstance(other, Tensor):
-            return self._then(step)
         mine, product = self._recipe, step.function
-        theirs = other._recipe if isinstance(other, UnmadeLogits) else None
-        if theirs is None or mine.hidden is not theirs.hidden or mine.forward is not theirs.forward:
+        other = step.arguments[0] if step.arguments else None
+        if not isinstance(other, UnmadeLogits):
+            return self._then(step)
+        theirs = other._recipe
+        if not all(map(is_, mine.without_steps(), theirs.without_steps())):
             return None
-        if self.shape != other.shape or mine.has_classes_second or mine.has_gradient != theirs.has_gradient:
-            return None
-        pairs = zip(mine.steps, theirs.steps, strict=False)
-        shared = len(list(itertools.takewhile(lambda pair: pair[0] is pair[1], pairs)))
 
         def multiplied(logits: Tensor) -> Any:
-            return product(_after(mine.steps[shared:], logits), _after(theirs.steps[shared:], logits))
+            return product(_after(mine.steps, logits), _after(theirs.steps, logits))
 
-        before = UnmadeLogits.of(mine._replace(steps=mine.steps[:shared]), self.shape, self.dtype)
-        return before._then(step._replace(function=multiplied, arguments=()))
+        recipe = mine.without_steps()._replace(steps=(step._replace(function=multiplied, arguments=()),))
+        return UnmadeLogits.of(recipe, self.shape, torch.promote_types(self.dtype, other.dtype))
 
     def _exchanged(self, step: _Step) -> UnmadeLogits | None:
         before = self._form()
@@ -247,13 +232,14 @@ class UnmadeLogits(Tensor):
 
     def _of_rows(self, take: Callable[[Tensor], Any]) -> Any:
         """Return what stands for the tokens' logits that `take` leaves of tensors of the shape (..., any)."""
-        recipe, taken = self._recipe, take(self._recipe.hidden)
-        sums = None if recipe.sums is None else take(recipe.sums)
-        if isinstance(taken, Tensor):
-            recipe = recipe._replace(hidden=taken, sums=sums)
-            return UnmadeLogits.of(recipe, (*taken.shape[:-1], self.shape[-1]), self.dtype)
-        recipes = [recipe._replace(hidden=part, sums=sums and sums[place]) for place, part in enumerate(taken)]
-        return tuple(UnmadeLogits.of(one, (*one.hidden.shape[:-1], self.shape[-1]), self.dtype) for one in recipes)
+        recipe = self._recipe
+        taken, sums = take(recipe.hidden), None if recipe.sums is None else take(recipe.sums)
+
+        def of_part(hidden: Tensor, sums: Tensor | None) -> UnmadeLogits:
+            part = recipe._replace(hidden=hidden, sums=sums)
+            return UnmadeLogits.of(part, (*hidden.shape[:-1], self.shape[-1]), self.dtype)
+
+        return of_part(taken, sums) if isinstance(taken, Tensor) else tuple(map(of_part, taken, sums or repeat(None)))
 
     # --- what leaves no classes ---------------------------------------------------------------------------------------
 
@@ -281,11 +267,11 @@ class UnmadeLogits(Tensor):
 
     def _picked(self, step: _Step) -> Tensor | None:
         """Return the logits of some classes of each token; keep their logsumexp, which is asked for next."""
-        names = ("dim", "index") if step.function in _named("gather") else ("indices", "dim")
-        given: dict[str, Any] = dict(zip(names, step.arguments, strict=False)) | step.named
-        index: Any = given.get("index", given.get("indices"))
-        is_over_classes = given.keys() == set(names) and given["dim"] in (-1, self.dim() - 1)
-        if not is_over_classes or index.shape[:-1] != self.shape[:-1]:
+        given: dict[str, Any] = dict(zip(("dim", "index"), step.arguments, strict=False)) | step.named
+        if given.keys() != {"dim", "index"} or given["dim"] not in (-1, self.dim() - 1):
+            return None
+        index = given["index"]
+        if index.shape[:-1] != self.shape[:-1]:
             return None
         checked = range_check(index)
         is_sum_known = any(step.function in _NORMALIZED for step in self._recipe.steps)
@@ -300,52 +286,32 @@ class UnmadeLogits(Tensor):
         return found
 
     def _loss(self, step: _Step) -> Tensor | None:
-        with torch.set_grad_enabled(self._recipe.modes()[0]):
-            return self._cross_entropy(*step.arguments, **step.named)
-
-    def _cross_entropy(
-        self,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Tensor | None:
         """Return the cross entropy, for the arguments of `functional.cross_entropy`; None if it needs the logits."""
-        recipe = self._recipe
-        is_of_rows = self.dim() == _ROWS + recipe.has_classes_second and target.shape == recipe.hidden.shape[:-1]
-        if not is_of_rows or target.is_floating_point() or size_average is not None or reduce is not None:
+        recipe, signature = self._recipe, inspect.signature(functional.cross_entropy)
+        given: dict[str, Any] = dict(signature.bind(self, *step.arguments, **step.named).arguments)
+        labels = given.pop("target")
+        is_of_rows = self.dim() == _ROWS + recipe.has_classes_second and labels.shape == recipe.hidden.shape[:-1]
+        is_known = given.pop("size_average", None) is given.pop("reduce", None) is None
+        is_known = is_known and given.get("reduction", "mean") in REDUCTIONS and given.pop("input") is self
+        if not is_of_rows or not is_known or labels.is_floating_point():
             return None
         is_cast = all(step.function in _CASTS for step in recipe.steps) and self.dtype is not torch.float64
-        return chunked_cross_entropy(
-            recipe.made,
-            recipe.head,
-            recipe.hidden,
-            target,
-            held=recipe.held,
-            is_alone=is_cast,
-            asked=ASKED,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
+        how = {"held": recipe.held, "is_alone": is_cast, "asked": ASKED, **given}
+        with torch.set_grad_enabled(recipe.modes()[0]):
+            return chunked_cross_entropy(recipe.made, recipe.head, recipe.hidden, labels, **how)
 
 
 # How functions are handled, whether they may take tensors, and whether they may follow an exchange with the classes.
 _HANDLED: dict[Any, tuple[Callable[[UnmadeLogits, _Step], Any], bool, bool]] = {
     **dict.fromkeys(_CASTS | _named("div", "__truediv__", "tanh", "exp", "neg"), (UnmadeLogits._then, False, True)),
-    **dict.fromkeys(_named("mul", "__mul__", "__rmul__"), (UnmadeLogits._times, True, True)),
-    **dict.fromkeys(_IN_PLACE, (UnmadeLogits._changed, False, True)),
+    **dict.fromkeys(_named("mul", "__mul__", "__rmul__"), (UnmadeLogits._times, False, True)),
     **dict.fromkeys(_NORMALIZED, (UnmadeLogits._normalized, False, False)),
     **dict.fromkeys(_named("detach"), (UnmadeLogits._detached, False, False)),
     **dict.fromkeys(_named("transpose", "permute") | {_getter("mT")}, (UnmadeLogits._exchanged, False, False)),
     **dict.fromkeys(_named("reshape", "flatten", "view", "contiguous"), (UnmadeLogits._viewed, False, False)),
     **dict.fromkeys(_named("__getitem__", "split", "chunk", "unbind"), (UnmadeLogits._of_tokens, True, False)),
     **dict.fromkeys(_TOTALS | _named("logsumexp", "argmax"), (UnmadeLogits._reduced, False, False)),
-    **dict.fromkeys(_named("gather", "take_along_dim"), (UnmadeLogits._picked, True, False)),
+    **dict.fromkeys(_named("gather"), (UnmadeLogits._picked, True, False)),
     functional.cross_entropy: (UnmadeLogits._loss, True, True),
 }
 
@@ -365,6 +331,6 @@ def _refuse(function: Any) -> NoReturn:
     raise SavingRefusedError(
         f"{ASKED}: {name} is computed of logits that are never made; cross_entropy of them, by rows of tokens, "
         "log-probabilities (log_softmax and logsumexp over the classes, gather), entropies and argmax are possible, "
-        "after numbers, tanh, casts and slices of tokens. Leave 'chunked_loss' out, or compute the loss of hidden "
-        "states by autoaccum.ChunkedLoss(head)"
+        "after numbers (logits = logits / temperature), tanh, casts and slices of tokens. Leave 'chunked_loss' out, or "
+        "compute the loss of hidden states by autoaccum.ChunkedLoss(head)"
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from autoaccum._sizing import packing, planner
 from autoaccum._sizing.backoff import Backoffs
+from autoaccum._sizing.costs import fitted
 from autoaccum._sizing.frontier import joined_widths, mean_widths_between, widths_between
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Cutter:
         self.parameters = parameters
         self.wanted = wanted
         self.events = events
+        self._costs = cutting.costs
         self._widths_before = cutting.widths
         self._sizes: tuple[int, ...] | None = None  # of the current window
         self._backoffs = Backoffs()
@@ -167,12 +169,17 @@ class Cutter:
         """Cut samples that can be joined."""
         samples, plan = sum(each for each, _ in runs), self.timed or self.plan
         if self.packs:
-            each = [sum(widths) for alike, widths in runs for _ in range(alike)]
-            return packing.in_turn(each, self._within_memory((1,), sum(each)), self.wanted.most)
+            tokens = [sum(widths) for alike, widths in runs for _ in range(alike)]
+            return packing.in_turn(tokens, self._within_memory((1,), sum(tokens)), self.wanted.most)
         if len(runs) == 1:
             if runs == [(plan.target_batch, self.widths)]:
                 return plan.micro_batches
             return planner.cut(samples, self.limit(runs[0][1], samples), is_uniform=self.wanted.is_uniform)
+        cost, sorts = fitted(self._costs.measured()), runs == sorted(runs, key=lambda run: run[1], reverse=True)
+        if cost.fixed and sorts and self.wanted.by_width and not self.wanted.is_uniform:
+            known = [[(sum(widths), self.limit(widths, samples))] * alike for alike, widths in runs]
+            each, limits = zip(*itertools.chain.from_iterable(known), strict=True)
+            return cost.cheapest(each, limits)
         sizes = self._greedy(runs, samples)
         even = planner.balanced(samples, -(-samples // len(sizes)))
         return even if self._are_allowed(even, runs) else sizes

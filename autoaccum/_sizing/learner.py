@@ -144,7 +144,7 @@ class Learner:
         line, sure = frontier.line(widths), frontier.surely(widths)
         if not sure:  # samples as wide were in first micro-batches alone, the last of which has just fitted
             sure = max(1, min(sizes[0], (frontier.too_many(widths) or sizes[0] + 1) - 1))
-            frontier.note(sure, widths)
+            frontier.note(sure, cutter.widths_of(0, sure) if cutter.packs else widths)
         begun_with = None if failed_trials else self._cutter.wanted.begins_with
         largest = max(sizes) if begun_with is not None and begun_with >= max(sizes) else sure
         self.probe = ProbeResult(

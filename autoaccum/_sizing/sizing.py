@@ -126,7 +126,9 @@ class Sizing:
         packs = getattr(window.split, "packs", None)
         if self._wanted.by_width and not self._wanted.is_uniform and packs not in (None, cutter.frontier.packs):
             cutter.frontier.begin_anew(packs=packs)
-            cutter.forget_limits()
+            cutter.set(cutter.plan)
+            cutter.widths, self.learner = None, Learner(cutter)
+            is_learning = self.is_learning
         cutter.begin(window.widths(), is_learning=is_learning)
         self._is_measuring = not is_learning and self._wanted.by_width and self._can_measure and self._is_news()
         is_careful = self._wanted.by_width and not self._memory.fails_cleanly
@@ -190,10 +192,10 @@ class Sizing:
         self._memory.synchronize()
         elapsed_s = time.perf_counter() - self._entered_at
         widths, peak = self.cutter.widths_of(start, size), self._memory.peak_bytes()
-        self.costs.note(size, sum(widths), elapsed_s)
         ahead = int(self._copied_bytes * sum(widths) * size)
         extra = None if peak is None or self._held_bytes is None else max(1, peak - self._held_bytes) + ahead
         if self.is_learning:
+            self.costs.note(size, sum(widths), elapsed_s)  # not later, or a run that goes on would cut otherwise
             self.learner.ran(start, size, widths, peak=peak, extra=extra, elapsed_s=elapsed_s)
             return
         frontier = self.cutter.frontier

@@ -123,6 +123,21 @@ def world_size() -> int:
     return (whole_number("WORLD_SIZE") if is_to_be_set_up() else None) or 1
 
 
+def check_not_one_of_several() -> None:
+    """Raise if Slurm started several tasks, of which each would train by itself: a launcher is missing.
+
+    Raises:
+        InvalidInputError: This process is alone, and its job step has more tasks.
+    """
+    tasks = whole_number("SLURM_STEP_NUM_TASKS") or 1
+    if tasks > 1 and world_size() == 1:
+        raise InvalidInputError(
+            f"shard_data=True divides windows among processes, and this one is alone: Slurm started {tasks} tasks, and "
+            "each would train by itself; start them by torchrun (autoaccum slurm ... -- torchrun train.py), or unset "
+            "SLURM_STEP_NUM_TASKS"
+        )
+
+
 def own_rank() -> int:
     """Return the rank of this process, which need not have joined the process group.
 

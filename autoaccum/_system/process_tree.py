@@ -29,18 +29,9 @@ def run_and_end_all(
 ) -> int | None:
     """Run a command without stdin until it ends or is done; then kill all of it.
 
-    SIGTERM and SIGHUP to this process kill the command, too. From the main thread alone, while nothing else starts
-    processes.
-
-    Args:
-        arguments: The command.
-        environment: Its variables.
-        folder: Where its output goes, to files `out` and `err`.
-        timeout_s: Seconds until it must be done.
-        is_done: Whether nothing of it is needed any more.
-
-    Returns:
-        Its exit code, 128 + N if signal N ended it, 127 if it cannot be started; None if it was killed.
+    Its output goes to files `out` and `err` of the folder. SIGTERM and SIGHUP to this process kill the command, too.
+    From the main thread alone, while nothing else starts processes. Returns its exit code, 128 + N if signal N ended
+    it, 127 if it cannot be started; None if it was killed.
     """
     with _ending_all(), (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         end = time.monotonic() + timeout_s
@@ -64,38 +55,46 @@ def run_and_end_all(
     return code if code is None or code >= 0 else 128 - code
 
 
-@contextlib.contextmanager
-def _ending_all() -> Iterator[None]:
-    others = _descendants()
-    _LIBC.prctl(_SUBREAPER, 1)  # orphans become children of this process
-    former = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        while left := _descendants() - others:
-            for process in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(process, os.WNOHANG)
-            time.sleep(_POLL_S / 10)
-        _LIBC.prctl(_SUBREAPER, 0)
-        for number, handler in former.items():
-            signal.signal(number, handler)
+def adopt_orphans(*, adopts: bool) -> None:
+    """Let what loses its parent below this process become its child, or not any more."""
+    _LIBC.prctl(_SUBREAPER, int(adopts))
 
 
-def _leave(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
-
-
-def _descendants() -> set[int]:
+def descendants(*, with_zombies: bool = False) -> set[int]:
+    """Return the processes below this one; nobody but their parents reaps zombies."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b") ")[2].split()[1])
+            state, parent, *_ = path.read_bytes().rpartition(b") ")[2].split()
+            if with_zombies or state not in (b"Z", b"X"):
+                parents[int(path.parent.name)] = int(parent)
     found: set[int] = set()
     left = {os.getpid()}
     while left:
         left = {process for process, parent in parents.items() if parent in left}
         found |= left
     return found
+
+
+@contextlib.contextmanager
+def _ending_all() -> Iterator[None]:
+    others = descendants(with_zombies=True)
+    adopt_orphans(adopts=True)
+    former = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        while left := descendants(with_zombies=True) - others:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process, os.WNOHANG)
+            time.sleep(_POLL_S / 10)
+        adopt_orphans(adopts=False)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _frame: object) -> None:
+    sys.exit(128 + number)

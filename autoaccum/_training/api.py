@@ -25,7 +25,7 @@ from autoaccum._engine.options import Options
 from autoaccum._evaluation.metrics import check_metrics, metrics_by_name
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._saving.savings import Savings
-from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
+from autoaccum._system.launched import MAX_MICRO_BATCH, check_not_one_of_several, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum._training.checkpoint_settings import EVERY, check_saving
@@ -247,6 +247,8 @@ def fit(
     saving = check_saving(checkpoint, checkpoint_every, resume)
     folders = [None if saving is None else saving.folder, options.report_folder]
     check_bool("shard_data", shard_data)
+    if shard_data:
+        check_not_one_of_several()
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank, cap, counts = own_rank(), max_micro_batch(), TOKENS if in_tokens else SAMPLES

@@ -114,7 +114,7 @@ def _require(name: str, value: object, is_right: object) -> None:
 
 
 def check_like(name: str, value: Any, own: Any) -> None:
-    """Check a value of an optimizer, a scheduler or a scaler by that which it has in this call.
+    """Check a value of one of PyTorch's optimizers, schedulers or scalers by that which it has in this call.
 
     Raises:
         ValueError: It is of another kind. A switch that is None here may be set there, and the reverse.
@@ -145,8 +145,7 @@ def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) ->
     Raises:
         ValueError: It is of another kind.
     """
-    kind = type(optimizer)
-    is_plain = kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
+    is_plain = is_of_torch(optimizer) and type(optimizer).__name__ not in ("Adafactor", "LBFGS")
     number = 0
     for group in optimizer.param_groups:
         common: dict[Any, bool] = {}  # entries, and whether they are tensors
@@ -163,6 +162,11 @@ def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) ->
             common = common or entries
             _require(what, state, entries in ({}, common))
     _require("optimizer.state", states, not is_plain or states.keys() <= set(range(number)))
+
+
+def is_of_torch(thing: object) -> bool:
+    """Whether an optimizer or a scheduler is PyTorch's, and holds nothing of the user's whose form may change."""
+    return type(thing).__module__.startswith("torch.") and not hasattr(thing, "lr_lambdas")
 
 
 def _is_number(value: object) -> bool:

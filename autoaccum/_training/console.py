@@ -140,7 +140,9 @@ class LineProgress(Callback):
         self._peak_bytes = 0
         self._first_rates: tuple[float | None, ...] | None = None
         self._rates_change = False
-        self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
+        # Of the largest window, which is cut into that on this rank: a short last one says nothing about the plan.
+        self._cut: tuple[int, ...] = ()
+        self._samples = 0
         self._last_facts: tuple[str, ...] = ()  # by the last line
         self._is_searching = False
         # Samples; of windows of as many tokens, which hold unlike numbers of them, optimizer steps.
@@ -178,8 +180,8 @@ class LineProgress(Callback):
         """Count the window, and show figures if the last ones are long enough ago."""
         self._report, self._epoch = report, epoch
         done = 1 if self._in_tokens else report.samples
-        if self._in_tokens or report.samples >= sum(self._cut):
-            self._cut = report.micro_batches
+        if self._in_tokens or report.samples >= self._samples:  # no window that is cut short
+            self._cut, self._samples = report.micro_batches, report.samples
         if report.elapsed_s <= time.monotonic() - self._since:
             self._done += done
         elif not self._speed:
@@ -263,7 +265,7 @@ class LineProgress(Callback):
 
         Waits for the device. What follows the time left is named only where it has changed since the last line.
         """
-        speed, target = self._per_s(), 1 if self._in_tokens else sum(self._cut)
+        speed, target = self._per_s(), 1 if self._in_tokens else self._samples
         left = 0 if self._total_steps is None else self._total_steps - self._steps
         parts = self._loss_and_speed()
         if not self._is_searching and speed and left > 0:

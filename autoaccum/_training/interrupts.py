@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from autoaccum import _oom
+from autoaccum._engine import devices
 from autoaccum._system import signals
 from autoaccum._training.rank_coordination import END, SAVE, STOP
 from autoaccum.errors import (
+    AutoaccumError,
     CheckpointError,
     DeviceLostError,
     RankFailedError,
@@ -45,6 +48,7 @@ class Interrupts:
         self._process = os.getpid()
         self._world, self._step, self._notices = call.world, call.step, call.notices
         self._watch = signals.Watch(waits=not call.world.is_alone)
+        self._outer: BaseException | None = None  # an error that the caller of `fit` is handling
 
     @property
     def _checkpoints(self) -> Checkpoints | None:
@@ -129,6 +133,7 @@ class Interrupts:
         Args:
             train: Trains from the present state to the end.
         """
+        self._outer = sys.exception()
         try:
             self._watch.is_active = True
             train()
@@ -146,16 +151,21 @@ class Interrupts:
                     error.add_note(f"autoaccum: that size could not be noted for the next start ({failure.strerror})")
             raise
         except DeviceLostError as error:
-            if self._checkpoints is None or self._checkpoints.storage.newest is None:
-                raise
-            raise DeviceLostError(
-                f"{error}, and go on from the checkpoint {self._checkpoints.storage.newest}"
-            ) from error
+            raise self._lost(error) from error
         except BaseException as error:
+            # Of any operation, since devices tell of their errors late.
+            if isinstance(error, Exception) and not isinstance(error, AutoaccumError) and _oom.is_device_lost(error):
+                lost = devices.lost(self._step.memory, error)
+                raise self._lost(lost) from error
             self._leave_a_checkpoint(error)
             raise
         finally:
             self._watch.is_active = False
+
+    def _lost(self, lost: DeviceLostError) -> DeviceLostError:
+        """Return the error of a lost device, with the checkpoint to go on from."""
+        newest = None if self._checkpoints is None else self._checkpoints.storage.newest
+        return lost if newest is None else DeviceLostError(f"{lost}, and go on from the checkpoint {newest}")
 
     def _leave_a_checkpoint(self, error: BaseException) -> None:
         """Write a checkpoint of the last whole state before `error` propagates; a failure to do so becomes a note."""
@@ -190,9 +200,10 @@ class Interrupts:
         is_behind = self._progress.state.windows != runner.events.windows  # of the optimizer, or before it
         engine = runner.engine
         is_lost = engine.has_lost_parameters or engine.is_half_done
-        return not self._progress.is_whole or is_behind or is_lost or _is_of_damage(error)
+        return not self._progress.is_whole or is_behind or is_lost or self._is_of_damage(error)
 
-
-def _is_of_damage(error: BaseException | None) -> bool:
-    """Whether an error is of damage, or is an interrupt that waited for the optimizer step to end, and so hides it."""
-    return error is not None and (isinstance(error, StateDamagedError) or _is_of_damage(error.__context__))
+    def _is_of_damage(self, error: BaseException | None) -> bool:
+        """Whether an error is of damage, or is an interrupt that waited for the optimizer step to end, and hides it."""
+        if error is None or error is self._outer:
+            return False
+        return isinstance(error, StateDamagedError) or self._is_of_damage(error.__context__)

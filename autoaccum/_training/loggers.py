@@ -33,7 +33,7 @@ _PLAN = ("target_batch", "micro_batches", "micro_batch", "accum_steps")
 _PROBE = ("micro_batch", "limit_bytes", "fixed_bytes", "bytes_per_sample")
 _STEP = (
     *("step", "samples", "loss", "losses", "micro_batches", "oom_events", "elapsed_s", "peak_bytes", "grad_norm"),
-    *("skipped", "learning_rates", "noise_scale"),
+    *("skipped", "learning_rates", "noise_scale", "repeats"),
 )
 _RESULT = ("steps", "samples", "oom_events", "elapsed_s", "stopped", "noise_scale")
 
@@ -50,7 +50,7 @@ class JSONLinesLog(Callback):
       accum_steps, probe (null, or micro_batch, limit_bytes, fixed_bytes, bytes_per_sample)
     - "step": step, epoch, samples, loss, losses, micro_batches, oom_events (how often memory ran out), elapsed_s,
       peak_bytes, grad_norm, skipped, learning_rates (of the optimizer step, one for each group of the optimizer),
-      noise_scale (null where it was not measured)
+      noise_scale (null where it was not measured), repeats (why the window was begun again, each time)
     - "oom": step, phase, size, message
     - "epoch_end": epoch
     - "evaluation": epoch, step, loss, metrics, samples, elapsed_s, losses
@@ -148,7 +148,7 @@ class JSONLinesLog(Callback):
 
     def _write_held(self) -> None:
         held, self._held = self._held, None
-        if held is not None:
+        if held is not None and self._file is not None:
             at_s, epoch, report = held
             # If the device was lost, the step's numbers are, too. Another error would hide the one that says so.
             with contextlib.suppress(RuntimeError):

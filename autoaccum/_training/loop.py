@@ -336,7 +336,8 @@ class Training:
         """Make the optimizer step of a window and do what follows it; return False if the window is left out."""
         is_trial = self._lifecycle.current.sizing.is_learning
         skipped = self._lifecycle.skipped_samples
-        report = self._lifecycle.step(self._dealt(window))
+        self._deal(window)
+        report = self._lifecycle.step(window)
         if report is None:
             return skipped < self._lifecycle.skipped_samples  # nothing was left, so there is no step
         if is_trial:
@@ -358,14 +359,14 @@ class Training:
             self._stop_if_asked()
         return True
 
-    def _dealt(self, window: Window) -> Window:
-        """Return the samples of a window that this process computes."""
+    def _deal(self, window: Window) -> None:
+        """Let a window hold the samples that this process computes."""
         noise, number = self._call.noise, self._progress.state.windows + 1
         if noise is not None and noise.is_due(number):  # which takes each part for a random one of the window
-            return window
+            return
         memory = self._step.memory
         with self._timed("waiting for data"), memory.lifted(), memory.elsewhere():
-            return self._world.dealt(window, self._lifecycle.current.sizing.costs)
+            self._world.deal(window, self._lifecycle.current.sizing.costs)
 
     def _end_epoch(self) -> None:
         """Evaluate and notify callbacks after an epoch's last window; also runs after the last window of all."""

@@ -32,6 +32,7 @@ from autoaccum.errors import DoesNotFitError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from autoaccum._data.loader_state import Position
     from autoaccum._records import MemoryEvent, ProbeResult, StepReport, Trial
     from autoaccum._training.one_call import Call
     from autoaccum._training.progress import TrainingProgress
@@ -101,6 +102,7 @@ class PlanLifecycle:
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
         self.skipped_samples = 0
+        self._left_out: tuple[Position | None, int] = (None, 0)  # samples, and where the loader stood then
 
     @property
     def has_begun(self) -> bool:
@@ -358,9 +360,20 @@ class PlanLifecycle:
         if not spans and not self._progress.state.windows:
             return None
         self.skipped_samples += 1
+        self._left_out = (self._progress.state.position, self._left_out_now + 1)
         sample = sample_of(window, place)
         self._notices.say(f"{sample} does not fit and is left out (on_too_large='skip')", key=f"too large {sample}")
-        return Window.of_spans(spans, window.split, window.used)
+        rest = Window.of_spans(spans, window.split, window.used)
+        if window.places is not None or len(window.groups()) > 1:  # else all are alike
+            places = range(window.samples) if window.places is None else window.places
+            rest.places = [*places[:place], *places[place + 1 :]]
+        return rest
+
+    @property
+    def _left_out_now(self) -> int:
+        """How many samples are left out of the window that has begun."""
+        position, number = self._left_out
+        return number if position is self._progress.state.position else 0
 
     def _note_fastest(self) -> None:
         """Record the plan that autotuning has chosen, once."""
@@ -378,7 +391,7 @@ class PlanLifecycle:
             "plans": [[since, list(plan.micro_batches)] for since, plan in self._record.plans],
             "asked": self._asked,
             "oom_events": self.oom_events,
-            "skipped_samples": self.skipped_samples,
+            "skipped_samples": self.skipped_samples - self._left_out_now,  # which a resume tries again
             "memory": self._savings.names if self._savings.is_auto else None,
             "cap": self._cap,
         }

@@ -15,6 +15,7 @@ from autoaccum._distributed.data_parallel import RankPeers
 from autoaccum._distributed.dealing import Dealer
 from autoaccum._distributed.fsdp import ShardedRankPeers
 from autoaccum._distributed.loader import DealtLoader, equal_shares
+from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
@@ -125,7 +126,8 @@ class Coordinator:
             self.peers = RankPeers(self.ranks, step, **said)
             if self.deals:
                 assert isinstance(self.split, ListOfSamples)
-                self._dealer = Dealer(self.ranks, self.split, self._drops, self._notices)
+                norms = BatchNorms(step.objective.modules, "keep", self._notices)
+                self._dealer = Dealer(self.ranks, self.split, lambda: norms.need_several, self._drops, self._notices)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -153,9 +155,10 @@ class Coordinator:
         """Whether ranks share one loader of lists of samples, so that each can compute any of them."""
         return self.ranks is not None and self._shards and isinstance(self.split, ListOfSamples)
 
-    def dealt(self, part: Window, costs: Costs) -> Window:
-        """Return the samples of a window that this process computes, as `Dealer.deal`."""
-        return part if self._dealer is None else self._dealer.deal(part, costs)
+    def deal(self, part: Window, costs: Costs) -> None:
+        """Let a window hold the samples that this process computes, as `Dealer.deal`."""
+        if self._dealer is not None:
+            self._dealer.deal(part, costs)
 
     def _drops(self, samples: Sequence[int]) -> bool:
         """Whether drop_last=True leaves a window out, given the samples of each rank's part."""

@@ -14,6 +14,7 @@ import torch
 
 from autoaccum._data.loader_memory import generators_of
 from autoaccum._data.random_state import RandomState, set_states, states_of
+from autoaccum._engine.optimizers import SCALED, parts_of_scheduler
 from autoaccum._system import folder_lock, signals
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ class RestoreOnFailure:
         """
         for group in optimizer.param_groups:
             self._undo.append(partial(_put_back_settings, group, _settings(group)))
-        for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
-            if hasattr(part, "base_lrs"):
-                self._undo.append(partial(setattr, part, "base_lrs", part.base_lrs))
+        for part in parts_of_scheduler(scheduler):
+            for name in (name for name in SCALED if hasattr(part, name)):
+                self._undo.append(partial(setattr, part, name, getattr(part, name)))
 
 
 def _missing(folder: Path) -> list[Path]:

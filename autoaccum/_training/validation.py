@@ -11,6 +11,7 @@ from autoaccum._data.random_state import set_states, states_of
 from autoaccum._engine import devices
 from autoaccum._engine.step_limit import drawn
 from autoaccum._evaluation.evaluation import Evaluator
+from autoaccum._oom import is_device_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -91,8 +92,8 @@ class Validation:
         state = self._step.savepoint.save() if self._is_kept else None
         try:
             yield self._evaluated(trained_size, before)
-        except BaseException:
-            if state is not None:
+        except BaseException as error:
+            if state is not None and not is_device_lost(error):
                 state.restore()
             raise
 

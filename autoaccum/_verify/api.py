@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_bool, check_function, check_positive_int, check_positive_number, counted
@@ -62,11 +61,8 @@ def verify(
     check_function("train", train, "micro_batch, accum_steps")
     check_positive_int("steps", steps)
     check_bool("keep_dropout", keep_dropout)
-    for name, value in {
-        "target_batch": target_batch,
-        "micro_batch": target_batch if micro_batch is None else micro_batch,
-    }.items():
-        check_positive_int(name, value)
+    check_positive_int("target_batch", target_batch)
+    check_positive_int("micro_batch", target_batch if micro_batch is None else micro_batch)
     random = RandomState(torch.get_default_device())
     before = random.take()
 
@@ -79,16 +75,9 @@ def verify(
         random.put_back(before)
         with Observer(steps, keep_dropout, again, finish) as observer, contextlib.suppress(_Seen):
             train(sizes.micro_batch, sizes.accum_steps)
-        seen = observer.seen()
-        made = max((len(one["steps"]) for one in seen["optimizers"]), default=0)
-        if made < steps:
-            raise InvalidInputError(
-                f"train({sizes.micro_batch}, {sizes.accum_steps}) made {made} of {steps} steps of a "
-                "torch.optim.Optimizer; it must make its model and optimizer, and step"
-            )
-        return [seen]
+        return [observer.seen()]
 
-    return _verify_splits(observe, target_batch, 1, micro_batch)
+    return _verify_splits(observe, target_batch, 1, micro_batch, steps)
 
 
 def verify_command(
@@ -104,8 +93,7 @@ def verify_command(
         raise InvalidInputError("no target batch is known; pass --target-batch N, the samples of an optimizer step")
     check(command, options)
     check_positive_int("--steps", steps)
-    if math.isinf(check_positive_number("--timeout", timeout_s)):
-        raise InvalidInputError("--timeout inf must be a number of seconds")
+    check_positive_number("--timeout", timeout_s)
     from autoaccum._verify.runs import observe  # noqa: PLC0415 - it needs what only Linux has
 
     numbers = itertools.count(1)
@@ -117,16 +105,23 @@ def verify_command(
 
     log("the command runs several times, each time to its first optimizer step, and writes its files each time")
     world_size = options.world_size or world_size_of(command)
-    return _verify_splits(observe_and_tell, options.target_batch, world_size, options.micro_batch)
+    return _verify_splits(observe_and_tell, options.target_batch, world_size, options.micro_batch, steps)
 
 
 def _verify_splits(
-    observe: Callable[[Sizes, bool], Ranks], target_batch: int, world_size: int, most: int | None
+    observe: Callable[[Sizes, bool], Ranks], target_batch: int, world_size: int, most: int | None, steps: int
 ) -> Verification:
     from autoaccum._verify.comparison import Run, check_noise, compare  # noqa: PLC0415 - it imports torch
 
     def run(sizes: Sizes, again: bool = False) -> Run:
-        return Run(sizes.micro_batch, sizes.accum_steps, observe(sizes, again))
+        ranks = observe(sizes, again)
+        made = max((len(one["steps"]) for one in ranks[0]["optimizers"]), default=0)
+        if made < steps:
+            raise InvalidInputError(
+                f"train, run as {sizes.micro_batch} x {sizes.accum_steps}, made {made} of {steps} steps of a "
+                "torch.optim.Optimizer; it must make its model and optimizer, and step"
+            )
+        return Run(sizes.micro_batch, sizes.accum_steps, ranks)
 
     candidates = list(_splits(target_batch, world_size, most))
     if len(candidates) == 1:
@@ -160,12 +155,5 @@ def _splits(target_batch: int, world_size: int, most: int | None) -> Iterator[Si
 
 def _check_follows(whole: Run, split: Run) -> None:
     """Raise if a run is the same with other sizes."""
-    if (whole.elements, whole.backwards) == (split.elements, split.backwards):
-        raise InvalidInputError(f"{split.name} does the same as {whole.name}: micro_batch and accum_steps are ignored")
-    times = split.accum_steps / whole.accum_steps
-    if (
-        whole.elements
-        and set(whole.elements) == set(split.elements)
-        and len(split.elements) == times * len(whole.elements)
-    ):
+    if set(whole.elements) == set(split.elements) and (whole.elements or whole.backwards == split.backwards):
         raise InvalidInputError(f"{split.name} passes as many samples at once as {whole.name}: micro_batch is ignored")

@@ -30,26 +30,19 @@ _NEAR = 1e-2
 _BETWEEN = {
     "cleared": "gradients are cleared inside the window: only its last micro-batches count",
     "clipped": "gradients are clipped between micro-batches, not once before the step",
-    "unscaled": "gradients are unscaled between micro-batches, not once before the step",
-    "changed": "gradients are scaled or changed between micro-batches",
+    "changed": "gradients are scaled, unscaled or changed between micro-batches, not once before the step",
 }
 Ranks = list[dict[str, Any]]
 
 
 class _Step:
-    """A step of one optimizer, as its ranks saw it, one after the other.
-
-    Attributes:
-        seen: The windows, by rank.
-        owners: The module of each parameter.
-        gradient: Its projections, zeros without a gradient: (parameters, projections).
-        lacking: The modules with a parameter without a gradient.
-    """
+    """A step of one optimizer, as its ranks saw it, one after the other."""
 
     def __init__(self, seen: Sequence[dict[str, Any]]) -> None:
-        self.seen = seen
+        self.seen = seen  # the windows, by rank
         names, rows = zip(*(row for one in seen for row in one["gradients"]), strict=True)
-        self.owners = [name.rpartition(".")[0] or name for name in names]
+        self.owners = [name.rpartition(".")[0] or name for name in names]  # the module of each parameter
+        # Projections, zeros without a gradient: (parameters, projections).
         self.gradient = torch.tensor([row or [0.0] * 8 for row in rows], dtype=torch.float64)
         self.lacking = {owner for owner, row in zip(self.owners, rows, strict=True) if row is None}
 
@@ -156,7 +149,7 @@ class _Comparison:
         """Return the relative difference, and what is wrong; "" if nothing is."""
         difference, off = _off(self._b.gradient, self._a.gradient), self._modules_off()
         if difference <= self._tolerance and not off:
-            return difference, self._clipped_by_hand() or self._other_rate()
+            return difference, self._clipped_by_hand()
         diagnoses: tuple[Callable[[], str], ...] = (
             self._other_size,
             self._ranks_apart,
@@ -180,12 +173,6 @@ class _Comparison:
                 is_mean = all(abs(one * n - 1) < _NEAR for one, n in zip((factor, its), self._steps, strict=True))
                 if not is_mean:  # it divides after the last backward pass
                     return f"perhaps clipped to equal norms; before that, {self._times(factor / its)}"
-        return ""
-
-    def _other_rate(self) -> str:
-        for rate, other in zip(self._a.all("rates"), self._b.all("rates"), strict=False):
-            if not math.isclose(rate, other, rel_tol=1e-6):
-                return f"the learning rate is {other:.4g}, not {rate:.4g}; perhaps its schedule counts micro-batches"
         return ""
 
     def _other_size(self) -> str:
@@ -246,11 +233,9 @@ class _Comparison:
             return ""
         labels = torch.tensor(self._b.seen[0]["labels"], dtype=torch.float64)
         is_by_labels = labels.shape == share.shape and float((labels / labels.mean() - share).abs().max()) < 10 * _NEAR
-        scale = 1 / float(weights.mean())
-        beside = f"; beside that, {self._times(scale)}" if abs(scale - 1) > _NEAR else ""
         return (
             f"a mean of means: micro-batches count alike, and should count {share.min():.2f} to {share.max():.2f} "
-            f"times as much{', by their labels' if is_by_labels else ''}{beside}"
+            f"times as much{', by their labels' if is_by_labels else ''}"
         )
 
     def _modules_off(self) -> dict[str, float]:

@@ -93,7 +93,7 @@ class Observer:
         self._most, self._keep_dropout, self._seed, self._finish = steps, keep_dropout, int(again), finish
         self._undo = contextlib.ExitStack()
         self.optimizers: list[_Seen] = []
-        self._roots: dict[int, weakref.ref[nn.Module]] = {}
+        self._roots: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._depth = self._labels = self._backwards = 0
         self._is_busy = False  # in a backward pass
         self._random: Any = None  # that of a forward pass
@@ -163,7 +163,7 @@ class Observer:
         self._random = None
         tensors = list(_tensors((args, named)))
         if output is not None and not any(one.requires_grad for one in tensors):  # else a loss, or a later part
-            self._roots[id(module)] = weakref.ref(module)
+            self._roots[id(module)] = module
             with contextlib.suppress(Exception):  # of inputs of unknown kinds
                 self._note_samples([one for one in tensors if one.dim()])
 
@@ -212,7 +212,7 @@ class Observer:
     def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> None:
         original(scaler, optimizer)
         seen = self._of(optimizer)
-        seen.done.add("unscaled")
+        seen.done.add("changed")
         seen.known = seen.sketch()
         if not seen.known.isfinite().all():
             seen.skip()
@@ -263,8 +263,7 @@ class Observer:
             name = names.get(id(one), "a parameter of no known module")
             gradients.append([name, None if one.grad is None else unclipped.tolist()])
             self._types |= set() if one.grad is None else {str(one.grad.dtype)}
-        rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
-        step = {"gradients": gradients, "rates": rates, "skipped": seen.skipped, "factor": _ratio(now, seen.known)}
+        step = {"gradients": gradients, "skipped": seen.skipped, "factor": _ratio(now, seen.known)}
         seen.steps.append({**seen.window, **step})
         seen.begin()
         alive = [one for one in self.optimizers if any(parameter.requires_grad for parameter in one.parameters())]
@@ -276,7 +275,7 @@ class Observer:
     def _names(self) -> dict[int, str]:
         """Return the names of parameters by the modules that were seen, without what wraps them, by identity."""
         names: dict[int, str] = {}
-        for root in filter(None, (root() for root in self._roots.values())):
+        for root in list(self._roots.values()):
             for name, one in root.named_parameters():
                 path = [part for part in name.split(".") if part not in {"module", "_orig_mod"}]
                 names.setdefault(id(one), ".".join(path if len(path) > 1 else [type(root).__name__, *path]))
@@ -292,11 +291,7 @@ class Observer:
 
 
 def observe_process(settings: str) -> None:
-    """Watch this process up to the moment at which all is seen, which ends it.
-
-    Args:
-        settings: JSON of `folder` (for results), `deterministic`, and of `Observer`'s arguments.
-    """
+    """Watch this process until all is seen; `settings` are JSON: `folder`, `deterministic`, `Observer`'s arguments."""
     given = json.loads(settings)
     folder, process = Path(given.pop("folder")), os.getpid()
     random.seed(0)

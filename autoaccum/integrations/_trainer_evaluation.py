@@ -107,11 +107,15 @@ class EvaluationInParts:
         parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         for samples in (window, *parts):
             check_losses(self._step, samples)
+        knowledge.begin_evaluation()
+        values = [LossValue(_LOSS, loss) for loss in losses]
+        shares = [share_of(knowledge, *of_part) for of_part in zip(values, parts, strict=True)]
         if all(not known.is_weighed for known in knowledge.summands.get(_LOSS, ())):
             return torch.stack(list(losses)).sum()
-        values = [LossValue(_LOSS, loss) for loss in losses]
-        weights = [float(share_of(knowledge, *of_part).weight) for of_part in zip(values, parts, strict=True)]
-        return mean(losses, weights)
+        factors, weight = [float(share.factor) for share in shares], sum(float(share.weight) for share in shares)
+        weight = max(weight, *(share.least for share in shares), key=abs)
+        # They differ where a part is divided by the k of max(k, n).
+        return mean(losses, factors) * (sum(factors) / weight if weight else 1.0)
 
     @cached_property
     def _step(self) -> GradientStep:

@@ -176,6 +176,32 @@ def test_clamp_of_what_the_batch_does_not_count_is_no_silent_mean(least, cut, se
     assert found in ("exact", "warned", "refused", "stopped")
 
 
+def test_clamp_of_what_another_mask_of_the_batch_counts_by_accident_is_warned_of():
+    """In both parts of the samples that are tried, the mask keeps as many as the loss does by itself."""
+    chance, windows = torch.Generator().manual_seed(36), []
+    for _ in range(3):
+        x = torch.randn(N, 5, generator=chance, dtype=torch.float64)
+        other = (torch.rand(N, generator=chance) < 0.5).double()
+        windows.append({"x": x[:, :4], "z": x[:, 4:, None] + 0.3, "other": other})
+
+    def loss(o, b):
+        kept = b["z"][:, 0, 0] < 0
+        return (o.square().mean(1) * kept).sum() / kept.sum().clamp(min=1)
+
+    form = Form(loss, model=Net, cut=(1,) * N, lr=1e-3, tolerance=1e-8)
+
+    assert outcome(form, by_runner, windows) == "warned"
+
+
+def test_pair_of_which_the_weight_is_clamped_where_nothing_counts_in_a_part_is_refused():
+    def loss(o, b):
+        return (o.square().mean(1) * b["kept"]).sum(), b["kept"].sum().clamp(min=1)
+
+    window = {"x": torch.randn(N, 4, dtype=torch.float64), "kept": torch.eye(N, dtype=torch.float64)[2]}
+
+    assert outcome(Form(loss, model=Net, cut=(2,) * 4), by_runner, [window]) == "refused"
+
+
 def test_mean_over_half_of_the_samples_is_exact_where_it_is_0_for_a_pair():
     """Its divisor is 1 for two samples, though nothing is clamped."""
 

@@ -54,8 +54,9 @@ def test_memory_that_runs_out_between_two_parameters_is_undone_or_told(window):
     assert bool(sweep.tally.damaged) == (window > 0)
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_first_step_is_taken_back_wherever_it_fails(foreach):
+def test_first_step_is_taken_back_wherever_it_fails(foreach, every):
     def run(*points):
         torch.manual_seed(0)
         model, fault = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), FailAt(*points)
@@ -73,14 +74,15 @@ def test_first_step_is_taken_back_wherever_it_fails(foreach):
 
     counted, _, expected = run()
 
-    for point in range(1, counted.count + 1):
+    for point in range(1, counted.count + 1, every):
         fault, failures, found = run(point)
         assert (fault.hits, failures, differences(found, expected)) == (1, 1, [])
     assert counted.count > 20
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_step_for_newly_trained_layers_is_undone_wherever_memory_runs_out(foreach):
+def test_step_for_newly_trained_layers_is_undone_wherever_memory_runs_out(foreach, every):
     def run(*points):
         torch.manual_seed(0)
         model, fault = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), FailAt(*points)
@@ -105,7 +107,7 @@ def test_step_for_newly_trained_layers_is_undone_wherever_memory_runs_out(foreac
 
     counted, _, expected = run()
 
-    for point in range(1, counted.count + 1):
+    for point in range(1, counted.count + 1, every):
         fault, failures, found = run(point)
         assert (fault.hits, failures, differences(found, expected)) == (1, 1, [])
 

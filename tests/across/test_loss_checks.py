@@ -602,3 +602,14 @@ def test_memory_that_runs_out_while_the_state_before_a_check_in_an_evaluation_is
         has_failed, sizes, passes = evaluated(number)
         assert passes == (2 if sizes == [6, 6] else 3), number
     assert number > 5
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), lambda outputs, y: 2 * functional.cross_entropy(outputs, y)])
+def test_check_runs_no_more_samples_than_a_wrapper_allows_as_more_have_been_killed(monkeypatch, loss):
+    monkeypatch.setenv("AUTOACCUM_MAX_MICRO_BATCH", "3")
+    model, sizes = nn.Linear(4, 2), []
+    model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+
+    autoaccum.fit(model, [(torch.randn(16, 4), torch.randint(2, (16,)))], 16, loss=loss, device="cpu", progress=False)
+
+    assert max(sizes) == 3

@@ -150,3 +150,24 @@ def test_number_of_samples_holds_also_where_an_earlier_run_has_packed_by_tokens(
 
     assert result.resumed_from is not None
     assert all(max(report.micro_batches) <= 3 for report in result.history)
+
+
+def in_rows(samples):
+    """The same texts padded, and no row of several."""
+    rows = [sample["input_ids"] for sample in samples]
+    return {
+        "input_ids": nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        "position_ids": nn.utils.rnn.pad_sequence([torch.arange(len(row)) for row in rows], batch_first=True),
+        "labels": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100),
+    }
+
+
+@pytest.mark.parametrize(("before", "now"), [(in_rows, flattened), (flattened, in_rows)])
+def test_run_that_goes_on_with_another_collator_learns_what_fits_anew(before, now, tmp_path):
+    with pytest.raises(StoppedError):
+        trained(before, checkpoint=tmp_path, callbacks=[StopAt(12)], epochs=2)
+
+    _, result = trained(now, checkpoint=tmp_path, epochs=2)
+
+    assert result.resumed_from == 12
+    assert max(len(report.micro_batches) for report in result.history) <= TARGET // 4

@@ -132,32 +132,66 @@ def test_samples_of_width_0_are_dealt_out_like_any(rank_pool):
         torch.testing.assert_close(one["parameters"], alone["parameters"], **FAR)
 
 
-def test_samples_that_cannot_be_pickled_stay_and_it_is_said_once(rank_pool):
-    kind, options = dealing.unsendable, {"lengths": lengths_of(96), **WINDOW}
+@pytest.mark.parametrize(("kind", "pickled"), [(dealing.Unsendable, 1), (dealing.Unreadable, 12)])
+def test_samples_that_cannot_be_sent_stay_which_is_said_once_and_not_tried_again(rank_pool, kind, pickled):
+    options = {"lengths": LONG[:24] * 4, **WINDOW}
     alone = dealing.train(0, 1, kind=kind, **options)
 
     answers = rank_pool.run("dealing:heard", size=2, kind=kind, **options)
 
     for found, _ in answers:
         torch.testing.assert_close(found["parameters"], alone["parameters"], **FAR)
-        assert {sum(cut) for cut in found["cuts"]} == {12}
-    (_, spoken), _ = answers
-    assert spoken.count("samples stay on the ranks that load them, since they cannot be sent to others") == 1
+        assert [sum(cut) for cut in found["cuts"]] == [12] * 4
+        assert found["pickled"] <= pickled  # those of one window at most
+    (first, spoken), (second, _) = answers
+    assert first["pickled"] + second["pickled"]
+    assert spoken.count("samples stay on the ranks that load them, since they cannot be sent to others (TypeError") == 1
+
+
+def test_rank_that_has_no_room_for_samples_leaves_them_where_they_are_on_all(rank_pool):
+    first, second = rank_pool.run("dealing:without_room", 1, size=2)
+
+    assert (first[0], second[0]) == ([20_000_000] * 3, [1] * 3)
+    assert "since they cannot be sent to others (" in first[1]
+    assert "allocate" in first[1]
+
+
+def test_model_with_batchnorm_computes_samples_as_loaded_since_it_refuses_a_single_one(rank_pool):
+    for cuts in rank_pool.run("dealing:train_normed", LONG[:24], size=2, target_batch=24, micro_batch=4):
+        assert cuts == [(4, 4, 4)]
+
+
+def test_samples_are_not_sent_where_that_takes_longer_than_ranks_would_wait(rank_pool):
+    for seconds, moved in ((1.0, [True] * 4), (1e-9, [True, False, False, False])):
+        for found in rank_pool.run("dealing:dealt_in_turn", 4, seconds, size=2):
+            as_loaded = [[8, 6, 4], [1, 1, 1]]
+            assert [one not in as_loaded for one in found] == moved
+
+
+def test_exchange_takes_no_more_than_the_samples_of_a_window_beside_those_of_a_rank(rank_pool):
+    for peak, of_window, held in rank_pool.run("dealing:peak_of_exchange", size=2):
+        assert sum(held) == 11_000_000  # so some were sent
+        assert peak <= of_window
+
+
+def test_no_sample_that_another_rank_computes_is_held_in_a_step(rank_pool):
+    options = {"lengths": LONG[:24] * 2, "kind": dealing.Counted, "loss_reduction": "mean", **WINDOW}
+
+    first, second = rank_pool.run("dealing:train", size=2, **options)
+
+    assert first["pickled"]
+    for found in (first, second):
+        own, of_loader = sum(found["cuts"][-1]), 6  # the loader's last batch
+        assert max(found["alive"][-len(found["cuts"][-1]) :]) <= max(own, 1 + of_loader)
 
 
 def test_samples_stay_in_windows_in_which_noise_is_measured(rank_pool):
-    for swaps, _ in rank_pool.run("dealing:sizes_swapped", LONG[:24] * 4, size=2, noise_scale=2, **WINDOW):
+    for swaps in rank_pool.run("dealing:sizes_swapped", LONG[:24] * 4, size=2, noise_scale=2, **WINDOW):
         assert len(swaps) == 2  # of four windows
 
 
-def test_exchange_holds_no_more_than_the_samples_of_a_window(rank_pool):
-    for swaps, of_window in rank_pool.run("dealing:sizes_swapped", LONG[:24] * 2, size=2, **WINDOW):
-        assert len(swaps) == 2
-        assert 0 < max(swaps) <= of_window
-
-
 def test_samples_of_equal_cost_are_not_sent(rank_pool):
-    for swaps, _ in rank_pool.run("dealing:sizes_swapped", [9] * 48, size=2, **WINDOW):
+    for swaps in rank_pool.run("dealing:sizes_swapped", [9] * 48, size=2, **WINDOW):
         assert swaps == []
 
 

@@ -23,7 +23,9 @@ def test_training_data_of_another_length_is_refused_at_the_start(rank_pool):
 def test_loader_without_indices_is_refused_where_each_rank_is_to_take_its_part(rank_pool, kind, what):
     answers = rank_pool.answers(f"lengths:{what}", kind, (40, 40), size=2)
 
-    assert_refused(answers, "shard_data=True takes a torch DataLoader over a dataset with indices", "leave shard out")
+    assert_refused(
+        answers, "shard_data=True takes a torch DataLoader over a dataset with indices", "leave shard_data out"
+    )
 
 
 def test_order_of_its_own_on_every_rank_is_that_of_rank_0(rank_pool):

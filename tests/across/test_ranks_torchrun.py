@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from torch import distributed
+from torch import distributed, nn
 
 import autoaccum
 from support.processes import fork_server
@@ -182,6 +182,13 @@ def test_variables_that_are_half_set_or_wrong_are_named(monkeypatch, variables, 
 
     with pytest.raises(autoaccum.InvalidInputError, match=text):
         autoaccum.join_ranks("cpu")
+
+
+def test_a_task_of_slurm_that_would_train_by_itself_is_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+
+    with pytest.raises(autoaccum.InvalidInputError, match="Slurm started 2 tasks, and each would train by itself"):
+        autoaccum.fit(nn.Linear(8, 2), [], 4, shard_data=True)
 
 
 def test_rank_goes_on_only_when_all_have_set_up_the_group(rank_pool):

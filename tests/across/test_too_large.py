@@ -1,5 +1,6 @@
 """A sample that does not fit even alone is an error, or left out: the window's mean then runs over the rest."""
 
+import re
 import time
 
 import pytest
@@ -34,8 +35,8 @@ def loader_of(widths):
     ]
 
 
-def trained(widths, target=4, **options):
-    model = RunsOut()
+def trained(widths, target=4, make=RunsOut, **options):
+    model = make()
     result = autoaccum.fit(
         model,
         loader_of(widths),
@@ -105,6 +106,27 @@ def test_checkpoints_count_what_was_trained(tmp_path):
 
     assert (rest.resumed_from, rest.steps, rest.samples) == (1, whole.steps, whole.samples)
     assert rest.skipped_samples == whole.skipped_samples == 2
+
+
+class Interrupts(RunsOut):
+    """Is interrupted in the pass after one that had no memory, with all sizes given."""
+
+    def forward(self, inputs):
+        if getattr(self, "lacks", False):
+            raise KeyboardInterrupt
+        self.lacks = self.training and inputs.shape[1] > LARGEST
+        return super().forward(inputs)
+
+
+def test_sample_of_a_window_that_is_interrupted_is_counted_once(tmp_path):
+    widths, options = [4, 4, 40, 4, 4, 4], {"on_too_large": "skip", "checkpoint": tmp_path, "micro_batch": 1}
+    _, whole = trained(widths, 2, on_too_large="skip", micro_batch=1)
+    with pytest.raises(KeyboardInterrupt):
+        trained(widths, 2, make=Interrupts, **options)
+
+    _, rest = trained(widths, 2, **options)
+
+    assert (rest.resumed_from, rest.skipped_samples, whole.skipped_samples) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("wider", [0, 3], ids=["as wide", "wider and wider"])
@@ -189,3 +211,37 @@ def test_sample_that_the_check_of_a_later_window_finds_too_large_is_the_one_left
     )
 
     assert (result.steps, result.samples, result.skipped_samples) == (4, 55, 1)
+
+
+def left_out(capfd):
+    return re.findall(r"(?<=sample )\d+(?= of the window)", capfd.readouterr().err)
+
+
+def test_each_sample_that_is_left_out_is_named_by_its_place_in_the_window(capfd):
+    _, result = trained([4, 40, 4, 4, 40, 4, 4, 40], target=8, micro_batch=1, on_too_large="skip", progress="lines")
+
+    assert result.skipped_samples == 3
+    assert sorted(left_out(capfd)) == ["1", "4", "7"]
+
+
+def test_each_sample_of_a_list_that_is_left_out_is_named_by_its_place_in_the_loader(capfd):
+    def collate(samples):
+        inputs = nn.utils.rnn.pad_sequence([inputs for inputs, _ in samples], batch_first=True)
+        return inputs, torch.stack([target for _, target in samples])
+
+    batch = [(inputs[0], target[0]) for inputs, target in loader_of([4, 40, 4, 4, 90, 4, 4, 60])]
+
+    result = fit_quietly(
+        RunsOut(),
+        [batch],
+        8,
+        loss=nn.CrossEntropyLoss(),
+        device=autoaccum.Simulated("1GiB"),
+        precision="fp32",
+        split=autoaccum.ListOfSamples(collate),
+        on_too_large="skip",
+        progress="lines",
+    )
+
+    assert result.skipped_samples == 3
+    assert left_out(capfd) == ["4", "7", "1"]

@@ -1,4 +1,4 @@
-"""The page "Your loop": each change has few lines, and the script trains before and after it, to the same."""
+"""The pages of loops: each change has few lines, and the script trains before and after it, to the same."""
 
 import copy
 import re
@@ -12,8 +12,8 @@ import autoaccum
 from support.models.small import WITHOUT_WARNINGS
 from support.processes.folders import ROOT
 
-PAGE = (ROOT / "docs" / "your-loop.md").read_text()
-TABS = dict(re.findall(r"## (\w+)\n\n```diff\n(.*?)```", PAGE, flags=re.DOTALL))
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("your-loop", "transformers", "lightning")}
+TABS = dict(re.findall(r"## (\w+)\n\n```diff\n(.*?)```", "".join(PAGES.values()), flags=re.DOTALL))
 MOST_LINES = 5
 pytestmark = WITHOUT_WARNINGS
 
@@ -50,7 +50,7 @@ def text(folder):
 
     rows = collated(rows_of("gpt2", 40))
     dataset = [{key: values[row] for key, values in rows.items()} for row in range(40)]
-    return {"model": model_of("gpt2"), "dataset": dataset, "output_dir": str(folder)}
+    return {"model": model_of("gpt2"), "dataset": dataset, "held_out": dataset[:8], "output_dir": str(folder)}
 
 
 def conversation(folder):
@@ -74,17 +74,20 @@ def module(folder):
         def training_step(self, batch, _):
             return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
 
+        def validation_step(self, batch, _):
+            self.log("loss", self.training_step(batch, _))
+
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    return names | {"module": Classifier(), "output_dir": str(folder)}
+    return names | {"module": Classifier(), "held_out": names["loader"], "output_dir": str(folder)}
 
 
 GIVEN = {
     "PyTorch": classification,
     "Transformers": text,
     "TRL": conversation,
-    "Lightning": module,
+    "Training": module,
     "Accelerate": classification,
     "Ignite": classification,
     "timm": images,
@@ -112,6 +115,18 @@ def test_script_trains_to_the_same_before_and_after_the_change(tab, tmp_path, mo
 
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=0.0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "tab"), [("transformers", "Transformers"), ("lightning", "Training")])
+def test_changed_script_resumes_and_evaluates_as_its_page_says(page, tab, tmp_path, capsys):
+    names = {"torch": torch, "nn": nn, "autoaccum": autoaccum} | GIVEN[tab](tmp_path)
+    exec(compile(script(tab, "+"), tab, "exec"), names)  # noqa: S102
+    (rest,) = re.findall(r"```python\n(.*?)```", PAGES[page], flags=re.DOTALL)
+
+    exec(compile(rest, page, "exec"), names)  # noqa: S102
+
+    assert "loss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tab", [pytest.param(tab, marks=() if tab in QUICK else pytest.mark.slow) for tab in TABS])

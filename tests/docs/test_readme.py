@@ -51,7 +51,8 @@ def test_code_of_a_page_runs_one_piece_after_the_other(name, tmp_path, monkeypat
         assert output in printed
 
 
-def test_code_for_your_own_loop_runs_one_piece_after_the_other(capsys):
+def test_code_for_your_own_loop_runs_one_piece_after_the_other_and_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "your-loop.md"
     names = {}
 
@@ -59,7 +60,9 @@ def test_code_for_your_own_loop_runs_one_piece_after_the_other(capsys):
         exec(compile(snippet, str(page), "exec"), names)  # noqa: S102
 
     assert names["report"].samples == 100
-    assert "(100,)" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("(100,)") == 3
+    exec(compile(snippets(page)[0], str(page), "exec"), names)  # noqa: S102
+    assert "(100,)" not in capsys.readouterr().out  # all its epochs are done
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)

@@ -1,11 +1,17 @@
 """GPUs are found by whatever people call them, and their numbers are possible and have an origin."""
 
+import re
+
 import pytest
 
 from autoaccum._estimate.gpus import custom_gpu, gpu_named, known_gpus, with_display
 from autoaccum.errors import InvalidInputError
 
 MIB, GIB = 2**20, 2**30
+# Of GPUs whose names do not say it.
+SOLD_GB = {"t4": 16, "rtx-2080-ti": 11, "titan-rtx": 24, "a2": 16, "a10": 24, "a10g": 24, "a30": 24, "a40": 48}
+SOLD_GB |= {"rtx-3060": 12, "rtx-3080": 10, "rtx-3090": 24, "rtx-a6000": 48, "l4": 24, "l40s": 48, "rtx-4060": 8}
+SOLD_GB |= {"rtx-4080": 16, "rtx-4090": 24, "rtx-6000-ada": 48, "rtx-5090": 32}
 
 
 @pytest.mark.parametrize(
@@ -31,10 +37,9 @@ def test_gpu_is_found_by_what_people_and_the_driver_call_it(name, found):
 
 @pytest.mark.parametrize("gpu", known_gpus(), ids=lambda gpu: gpu.name)
 def test_gpu_has_its_name_an_origin_and_the_memory_that_its_name_says_less_what_the_driver_keeps(gpu):
-    sold = {"t4": 16, "rtx-2080-ti": 11, "titan-rtx": 24, "a2": 16, "a10": 24, "a10g": 24, "a30": 24, "a40": 48}
-    sold |= {"rtx-3080": 10, "rtx-3090": 24, "rtx-a6000": 48, "l4": 24, "l40s": 48, "rtx-4080": 16, "rtx-4090": 24}
-    sold |= {"rtx-6000-ada": 48, "rtx-5090": 32, "rtx-3060": 12, "rtx-4060": 8}
-    gib = sold[gpu.name] if gpu.name in sold else int(gpu.name.rpartition("-")[2].removesuffix("gb"))
+    sold = re.search(r"-(\d+)gb$", gpu.name)
+    assert sold or gpu.name in SOLD_GB, f"add the GB that {gpu.name} is sold with to SOLD_GB"
+    gib = int(sold[1]) if sold else SOLD_GB[gpu.name]
 
     assert gpu_named(gpu.name) is gpu
     assert gpu.source.startswith("https://")

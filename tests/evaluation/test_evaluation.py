@@ -168,6 +168,62 @@ def test_loss_of_several_terms_that_is_nan_though_something_counts_makes_an_eval
     assert math.isnan(runner.evaluate(batches))
 
 
+def test_several_terms_over_the_same_tokens_are_weighed_by_them_whatever_a_later_check_finds():
+    def loss(outputs, targets):
+        kept = targets != -100
+        return over_tokens(outputs, targets) + (outputs.square().mean(2) * kept).sum() / kept.sum()
+
+    model = WithLoss()
+    for seed in range(4):
+        chance = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(24, 5, 4, dtype=torch.float64, generator=chance)
+        labels = torch.randint(3, (24, 5), generator=chance)
+        labels[:, 1:][torch.rand(24, 4, generator=chance) < 0.5] = -100
+        batches = list(zip(inputs.split(3), labels.split(3), strict=True))
+
+        found = runner_of(model, loss=loss).evaluate(batches)
+
+        assert found == pytest.approx(exact(model, all_of(batches), loss), rel=1e-9)
+
+
+def test_guard_where_nothing_counts_adds_no_weight_to_an_evaluation():
+    def loss(outputs, targets):
+        kept = targets != -100
+        each = (outputs.square().mean(2) * kept).sum()
+        return each / kept.sum() if kept.any() else each * 0.0
+
+    model, batches = WithLoss(), ragged_tokens()
+
+    found = runner_of(model, loss=loss).evaluate(batches)
+
+    assert found == pytest.approx(exact(model, all_of(batches), loss), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' has terms that are divided by numbers of their own")
+def test_penalty_on_parameters_that_the_model_returns_is_evaluated():
+    class WithPenalty(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs), sum(p.square().sum() for p in self.parameters())
+
+    def loss(outputs, targets):
+        return functional.mse_loss(outputs[0], targets) + 0.1 * outputs[1]
+
+    model, batch = WithPenalty(4, 3), (torch.randn(8, 4), torch.randn(8, 3))
+
+    found = runner_of(model, loss=loss).evaluate([batch])
+
+    assert found == pytest.approx(loss(model(batch[0]), batch[1]).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of the model", "a function"])
+def test_sum_over_k_of_at_least_k_that_an_evaluation_exceeds_before_any_training_is_warned_of(own):
+    loss, model = over_kept(6), OfKept(6) if own else nn.Linear(4, 3).double()
+    runner = runner_of(model, 16, 8, **({} if own else {"loss": loss, "forward": of_inputs}))
+
+    with pytest.warns(autoaccum.errors.LossWarning, match=r"is divided by 6 in all .* and is taken for a sum"):
+        runner.evaluate(parts_of(kept_of(16, kept=[*range(16)]), 4))
+
+
 @pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' has terms that are divided by numbers of their own")
 def test_term_in_which_nothing_counts_in_the_first_batch_is_evaluated():
     def loss(outputs, batch):

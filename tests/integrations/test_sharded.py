@@ -119,6 +119,8 @@ def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(ra
 
 @pytest.mark.parametrize("state", FORMS)
 def test_trainer_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, tmp_path, state):
+    if accelerate.__version__.startswith("1.10."):
+        pytest.skip("Accelerate 1.10 itself goes on otherwise from any state of a Trainer, also without autoaccum")
     (tmp_path / "calm").mkdir()
     (tmp_path / "killed").mkdir()
     assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:trainer", tmp_path, state, 4)

@@ -270,6 +270,14 @@ class OfSums(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class OfAtLeast(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs = model(**inputs)
+        kept = inputs["labels"] != -100
+        loss = (outputs.logits.square().mean(2) * kept).sum() / kept.sum().clamp(min=20)
+        return (loss, outputs) if return_outputs else loss
+
+
 @pytest.mark.parametrize("trainer", [Trainer, OfSums])
 @pytest.mark.parametrize("within", [contextlib.nullcontext, torch.inference_mode])
 def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_that_is(tmp_path, within, trainer):
@@ -288,6 +296,26 @@ def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_that_is(tmp_
 
     # Transformers 4 by itself has no number where nothing counts.
     assert found == pytest.approx(whole, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("short", [[3, 4, 5], range(8)], ids=["in one part", "in all"])
+def test_evaluation_in_parts_of_a_mean_over_at_least_so_many_is_exact_or_warned_of(tmp_path, short):
+    lengths = [3 if number in short else 15 for number in range(8)]
+    rows = [dict.fromkeys(("input_ids", "labels"), torch.arange(length) % 5 + 2) for length in lengths]
+    args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=8, report_to=[], use_cpu=True, disable_tqdm=True)
+    options = {"args": args, "eval_dataset": rows, "data_collator": collated}
+    model = model_of("gpt2")
+    whole = OfAtLeast(model, **options).evaluate()["eval_loss"]
+    model.register_forward_pre_hook(greedy, with_kwargs=True)
+    is_clamped = len(short) == 8
+    told = (
+        pytest.warns(autoaccum.LossWarning, match="is divided by 20 in all") if is_clamped else contextlib.nullcontext()
+    )
+
+    with told:
+        found = cut(OfAtLeast)(model, **options).evaluate()["eval_loss"]
+
+    assert is_clamped or found == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")

@@ -204,6 +204,43 @@ def test_what_a_command_leaves_in_its_group_is_ended_before_it_is_started_again(
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
+# As torchrun does with its ranks: each has a session of its own, and outlives a torchrun that ends.
+IN_A_SESSION = """
+import os, signal, sys, time
+handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    with open(sys.argv[1] + "/ready.unfinished", "w") as file:
+        file.write(str(os.getpid()))
+    while not os.path.exists(sys.argv[1] + "/parent"):
+        time.sleep(0.01)
+    os.rename(sys.argv[1] + "/ready.unfinished", sys.argv[1] + "/ready")
+else:
+    if sys.argv[2] == "hears":
+        signal.signal(signal.SIGTERM, handler)
+    open(sys.argv[1] + "/parent", "w").close()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("parent", "ended"), [("hears", signal.SIGTERM), ("does not hear", signal.SIGKILL)])
+def test_what_has_a_session_of_its_own_ends_with_a_command_that_was_asked_to_end(tmp_path, parent, ended):
+    with start(python(IN_A_SESSION, tmp_path, parent), "--grace", 0.5) as wrapper:
+        rank = pid_when_ready(tmp_path)
+
+        wrapper.send_signal(signal.SIGTERM)
+
+        assert wrapper.wait() == 128 + ended
+    assert not is_running(rank)
+
+
+def test_ranks_of_torchrun_have_the_grace_of_the_command():
+    source = "import os; print(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
+
+    assert run(python(source), "--grace", 120).stdout == "118\n"
+    assert run(python(source), variables={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}).stdout == "7\n"
+
+
 def test_the_command_ends_where_the_wrapper_itself_is_killed(tmp_path):
     with start(python(WAITING, tmp_path)) as wrapper:
         command = pid_when_ready(tmp_path)

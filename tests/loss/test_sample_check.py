@@ -323,3 +323,58 @@ def test_refusal_of_a_term_does_not_tell_of_another():
             {"x": pair()[0], "kept": kept},
             forward=lambda model, batch: model(batch["x"]),
         )
+
+
+# --- one sample fits at once ------------------------------------------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    """Runs out of memory with more than one sample; beside a number of outputs it learns a scale, a single number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 4), nn.Parameter(torch.tensor(0.7))
+        self.fits = 1
+
+    def forward(self, inputs):
+        if len(inputs) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.linear(inputs) * self.scale
+
+    def penalty(self):
+        return sum(p.abs().sum() for p in self.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. two samples that can be joined do not fit at once")
+@pytest.mark.parametrize("is_named", [False, True])
+def test_penalty_on_parameters_beside_a_mean_is_exact_where_one_sample_fits_at_once(is_named):
+    model = Narrow().double()
+    inputs, weights = torch.randn(8, 6, dtype=torch.float64), torch.rand(8, dtype=torch.float64) + 0.1
+
+    def closure(batch):
+        mean = (model(batch[0]).square().mean(1) * batch[1]).sum() / batch[1].sum()
+        return {"mean": mean, "penalty": 0.1 * model.penalty()} if is_named else mean + 0.1 * model.penalty()
+
+    autoaccum.Accumulator(model, closure=closure, micro_batch=4, device="cpu", precision="fp32").backward(
+        (inputs, weights)
+    )
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.fits = 8
+    whole = closure((inputs, weights))
+    (sum(whole.values()) if is_named else whole).backward()
+
+    for own, parameter in zip(found, model.parameters(), strict=True):
+        assert torch.allclose(own, parameter.grad, rtol=1e-12, atol=0)
+
+
+def test_loss_of_one_sample_that_cannot_be_read_is_refused_with_what_helps():
+    model = Narrow().double()
+
+    def closure(batch):
+        return model(batch[0]).square().mean() + model(batch[0]).square().mean().sqrt()
+
+    accumulator = autoaccum.Accumulator(model, closure=closure, micro_batch=4, device="cpu", precision="fp32")
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"cannot be read from its graph.*\(sum, weight\) pair"):
+        accumulator.backward((torch.randn(8, 6, dtype=torch.float64), torch.randn(8)))

@@ -78,15 +78,13 @@ def smoothed(logits):
     return negative.gather(dim=-1, index=IDS.unsqueeze(-1)), negative.sum(dim=-1, keepdim=True, dtype=torch.float32)
 
 
-def in_place(logits):
-    logits = logits[:, :-1]
-    logits.div_(0.7).mul_(1.5)
-    return selected(logits, IDS[:, 1:])
-
-
-def in_place_by_operator(logits):
-    logits /= 0.7
-    return selected(logits)
+def weighted(logits):
+    """By weights that change before the backward pass, of which whole logits need a copy."""
+    weight = torch.linspace(0.5, 2.0, V, dtype=logits.dtype)
+    given = weight if isinstance(logits, UnmadeLogits) else weight.clone()
+    loss = functional.cross_entropy(logits.view(-1, V), IDS.view(-1), weight=given)
+    weight.zero_()
+    return loss
 
 
 def masked(logits):
@@ -102,7 +100,6 @@ USES = {
     "named input": lambda logits: torch.gather(input=logits.log_softmax(dim=2), dim=2, index=IDS.unsqueeze(2)),
     "in double": lambda logits: gather(functional.log_softmax(logits, dim=-1, dtype=torch.float64)),
     "method": lambda logits: logits.log_softmax(-1).gather(2, IDS[..., None])[..., 0],
-    "take_along_dim": lambda logits: torch.take_along_dim(logits.log_softmax(-1), IDS.unsqueeze(-1), dim=-1),
     "several": lambda logits: logits.log_softmax(-1).gather(-1, SEVERAL),
     "expanded": lambda logits: logits.log_softmax(-1).gather(-1, IDS[0, 0].expand(N, T, 2)),
     "none": lambda logits: logits.log_softmax(-1).gather(-1, SEVERAL[..., :0]),
@@ -113,8 +110,6 @@ USES = {
     "logsumexp after another cast": lambda logits: (gather(logits), logits.double().logsumexp(-1)),
     "temperature": lambda logits: selected(logits / 0.7),
     "number from the left": lambda logits: logits.logsumexp(-1) - (2.0 * logits).logsumexp(-1),
-    "in place": in_place,
-    "in place by an operator": in_place_by_operator,
     "soft cap": lambda logits: selected(torch.tanh(logits / 3.0) * 3.0),
     "shift": lambda logits: selected(logits[..., :-1, :], IDS[:, 1:]),
     "kept": lambda logits: selected(logits[:, -4:, :].float(), IDS[:, -4:]),
@@ -137,6 +132,8 @@ USES = {
     "smoothed": smoothed,
     "of everything": lambda logits: (logits.sum(), logits[KEPT].mean(), logits.exp().nansum(dtype=torch.float64)),
     "square": lambda logits: (logits.softmax(-1) * logits.softmax(-1)).sum(-1),
+    "product of unlike types": lambda logits: (logits.softmax(-1, dtype=torch.float64) * (logits / 2.0)).sum(-1),
+    "weights that change later": weighted,
     "beside a cross entropy": lambda logits: (
         selected(logits),
         functional.cross_entropy(input=logits.view(-1, V), target=IDS.view(-1)),
@@ -226,7 +223,11 @@ REFUSED = {
     "sub": lambda logits: logits - logits.logsumexp(-1, keepdim=True),
     "div": lambda logits: logits / torch.ones(N, 1, 1),
     "mul": lambda logits: logits.log_softmax(-1) * scaled_without(logits),
+    "times a named tensor": lambda logits: torch.mul(logits, other=torch.ones(V)),
+    "written to another": lambda logits: torch.mul(logits.detach(), 2.0, out=torch.empty(N, T, V).double()),
     "clamp_": lambda logits: logits.clamp_(max=3.0),
+    "div_": lambda logits: logits.div_(0.7),
+    "in place by an operator": lambda logits: logits.__itruediv__(0.7),
     "sub_": lambda logits: logits.sub_(logits.detach()),
     "__setitem__": lambda logits: logits.__setitem__((..., 0), 0.0),
     "data": lambda logits: logits.data,
@@ -245,15 +246,23 @@ REFUSED = {
     "__getitem__": lambda logits: logits[..., :5],
     "Categorical": lambda logits: torch.distributions.Categorical(logits=logits).log_prob(IDS),
     "cross_entropy": lambda logits: functional.cross_entropy(logits, torch.zeros(N, V, dtype=torch.long)),
+    "reduction": lambda logits: functional.cross_entropy(logits.view(-1, V), IDS.view(-1), reduction="total"),
+}
+NAMES = {
+    "Categorical": "(eq|sub|__eq__)",
+    "dtype": "view",
+    "reduction": "cross_entropy",
+    "times a named tensor": "mul",
+    "written to another": "mul",
+    "in place by an operator": "div_",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_uses_are_refused_by_name(name):
-    name_of = {"Categorical": "(eq|sub|__eq__)", "dtype": "view"}
     with chunked([model := Model()]):
         logits = model(TOKENS)
-        with pytest.raises(SavingRefusedError, match=f": {name_of.get(name, name)} is computed of logits that are"):
+        with pytest.raises(SavingRefusedError, match=f": {NAMES.get(name, name)} is computed of logits that are"):
             REFUSED[name](logits)
 
 
@@ -292,6 +301,7 @@ OF_CLASSES = {
     "one dimension more": lambda logits: logits[..., None],
     "flat": lambda logits: logits.flatten(),
     "rows of classes": lambda logits: logits.view(8, 8, 2, 4),
+    "times exchanged": lambda logits: logits * logits.mT,
 }
 
 
@@ -303,7 +313,7 @@ def test_part_of_the_classes_is_refused_where_all_dimensions_are_alike(name):
             OF_CLASSES[name](logits)
 
 
-@pytest.mark.parametrize("name", ["log_softmax", "selected", "several", "take_along_dim"])
+@pytest.mark.parametrize("name", ["log_softmax", "selected", "several"])
 @pytest.mark.parametrize("wrong", [V, -1, -100])
 def test_indices_outside_the_vocabulary_are_refused(name, wrong, monkeypatch):
     for ids in (IDS, SEVERAL):
@@ -324,35 +334,57 @@ def test_head_of_another_type_is_refused():
         model(TOKENS)
 
 
-def test_logits_that_share_memory_with_changed_ones_are_refused():
-    with chunked([model := Model()]):
-        logits = model(TOKENS)
-        logits[:, 1:].div_(2.0)
-        with pytest.raises(SavingRefusedError, match="changed in place"):
-            selected(logits)
+def changed(what, head, hidden):
+    if what == "trained":
+        head.weight.requires_grad_(not head.weight.requires_grad)
+    with torch.no_grad():
+        {"head": head.weight, "hidden states": hidden}.get(what, torch.ones(())).mul_(2.0)
 
 
-@pytest.mark.parametrize("changed", ["head", "hidden states"])
-def test_values_that_change_before_the_logits_are_computed_are_refused(changed):
+CHANGES = {"head": "changed in place", "hidden states": "changed in place", "trained": "frozen or trained since, as by"}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_values_that_change_before_the_logits_are_computed_are_refused(what):
     model = Model()
     with chunked([model]):
         hidden = 3 * model.embed(TOKENS)
         logits = model.head(hidden)
-        with torch.no_grad():
-            (model.head.weight if changed == "head" else hidden).mul_(2.0)
-        with pytest.raises(SavingRefusedError, match=r"\(changed in place\)"):
+        changed(what, model.head, hidden)
+        with pytest.raises(SavingRefusedError, match=rf"\({CHANGES[what]}"):
             selected(logits)
 
 
-def test_head_that_changes_before_the_backward_pass_is_refused():
+@pytest.mark.parametrize("what", ["head", "trained"])
+def test_head_that_changes_before_the_backward_pass_is_refused(what):
     model = Model()
     with chunked([model]):
         loss = selected(model(TOKENS)).sum()
-    with torch.no_grad():
-        model.head.weight.mul_(2.0)
+    changed(what, model.head, None)
 
-    with pytest.raises(SavingRefusedError, match="changed in place"):
+    with pytest.raises(SavingRefusedError, match=CHANGES[what]):
         loss.backward()
+
+
+def test_head_that_changes_as_it_computes_is_refused():
+    model = Model()
+    nn.utils.parametrizations.spectral_norm(model.head)  # a step of the power iteration in each forward pass
+    with chunked([model]), pytest.raises(SavingRefusedError, match="changed in place"):
+        selected(model(TOKENS)).sum().backward()
+
+
+def test_head_takes_its_input_by_name():
+    with chunked([model := Model()]):
+        hidden = model.embed(TOKENS)
+        torch.testing.assert_close(selected(model.head(input=hidden)), selected(nn.Linear.forward(model.head, hidden)))
+
+
+def test_compiled_function_around_the_model_makes_whole_logits():
+    with chunked([model := Model()]):
+        logits = torch.compile(model, backend="eager")(TOKENS)
+
+    assert not isinstance(logits, UnmadeLogits)
+    torch.testing.assert_close(logits, model(TOKENS))
 
 
 class Own(torch.autograd.Function):

@@ -4,7 +4,12 @@ import random
 
 import pytest
 
+import autoaccum
+from autoaccum._sizing.cutter import Cutter
+from autoaccum._sizing.cutting import Cutting, SizingOptions
+from autoaccum._sizing.events import Events
 from autoaccum._sizing.frontier import Frontier, mean_widths_between
+from autoaccum._sizing.learner import Learner
 from autoaccum._sizing.packing import best_fit, in_turn
 
 
@@ -95,3 +100,23 @@ def test_nothing_that_was_found_padded_holds_packed():
     frontier.begin_anew(packs=True)
 
     assert frontier.surely((1,)) == 0
+
+
+def cutter_of_packed(target=100):
+    memory = autoaccum.Simulated(10_000)
+    options = SizingOptions(by_width=True, frontier=packed())
+    cutter = Cutter(memory, list, Cutting.of(autoaccum.plan(target, target)), options, Events(memory))
+    cutter.frontier.note(100, (10,))
+    cutter.begin([[(target, (10,))]], is_learning=False)
+    return cutter
+
+
+def test_fit_that_the_search_ends_with_is_one_of_the_tokens_that_ran():
+    cutter = cutter_of_packed(9)
+    cutter.frontier.fits.clear()
+    learner = Learner(cutter)
+    cutter.begin([[(1, (70,)), (8, (10,))]], is_learning=True)
+
+    learner._conclude([9], 0)
+
+    assert cutter.frontier.surely((1,)) <= 70 + 80

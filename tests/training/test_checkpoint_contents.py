@@ -23,6 +23,7 @@ from autoaccum.errors import (
     StateDamagedError,
     StepCompleteError,
 )
+from support.faults.places import Fault
 from support.models.small import fit_quietly
 from support.processes import fork_server
 from support.training.checkpoint_edits import DAMAGES
@@ -74,6 +75,16 @@ class At(autoaccum.Callback):
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
+
+
+def test_call_that_handles_an_earlier_damage_leaves_checkpoints_too(tmp_path):
+    try:
+        raise autoaccum.StateDamagedError("of an earlier call")  # noqa: TRY301 - as by an earlier call
+    except autoaccum.StateDamagedError:
+        with pytest.raises(StoppedError):
+            Run(checkpoint=tmp_path).fit(StopAt(3))
+
+    assert checkpoints(tmp_path) == ["step-00000003"]
 
 
 def test_checkpoints_are_written_every_so_many_minutes(tmp_path, monkeypatch):
@@ -239,21 +250,27 @@ def test_half_an_update_is_never_left_behind(tmp_path):
     assert checkpoints(tmp_path) == ["step-00000003"]
 
 
-def test_lost_device_names_the_checkpoint_and_is_not_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["training", "evaluation", "callback"])
+def test_lost_device_names_the_checkpoint_and_is_not_read(tmp_path, monkeypatch, where):
     run = Run(checkpoint=tmp_path, checkpoint_every=2)
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def lose():
         monkeypatch.setattr(torch, "save", lambda *_: pytest.fail("the device was read"))
-        run.model.last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(lost))
+        if where == "callback":  # which reads a loss
+            raise lost
+        hook = Fault(0, error=lost)
+        run.model.last.register_forward_pre_hook(
+            lambda module, _: hook() if module.training == (where == "training") else None
+        )
 
     with pytest.raises(
         DeviceLostError, match=r"start a new one, and go on from the checkpoint .*step-00000002"
     ) as caught:
-        run.fit(At(3, lose))
+        run.fit(At(3, lose), val_every=3 if where == "evaluation" else None)
 
-    assert isinstance(caught.value.__cause__, DeviceLostError)
-    assert caught.value.__cause__.__cause__ is lost
+    causes = caught.value.__cause__, caught.value.__cause__.__cause__
+    assert lost in causes
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

@@ -115,6 +115,15 @@ def test_lines_tell_a_run_in_order_and_what_is_not_said_twice(clock):
     ]
 
 
+def test_time_left_is_of_the_samples_of_all_ranks(clock):
+    shown, file = in_lines(max_steps=10)
+    for step in (1, 2):
+        clock.now += 1.0
+        shown.on_step(step_report(step, samples=400, micro_batches=(34, 33, 33)), epoch=1)
+
+    assert "step 2/10: loss 0.25, 400 samples/s, 8 s left" in file.getvalue()
+
+
 def test_lines_tell_a_step_and_wait_for_the_device_only_when_the_last_line_is_long_enough_ago(clock):
     shown, file = in_lines(every_s=10.0, epochs=3, steps_per_epoch=15)
     losses = [CountingScalar(0.5) for _ in range(30)]

@@ -55,7 +55,7 @@ KEYS = {
     "trial": "size fits peak_bytes elapsed_s",
     "plan": "step target_batch micro_batches micro_batch accum_steps probe",
     "step": "step epoch samples loss losses micro_batches oom_events elapsed_s peak_bytes grad_norm skipped "
-    "learning_rates noise_scale",
+    "learning_rates noise_scale repeats",
     "oom": "step phase size message",
     "epoch_end": "epoch",
     "evaluation": "epoch step loss metrics samples elapsed_s losses",

@@ -118,6 +118,48 @@ def test_scaled_rate_survives_the_scheduler_and_rates_that_it_has_kept_are_scale
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("name", SCALED)
+def test_refused_call_leaves_the_rates_that_a_scheduler_has_kept(name, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = SCALED[name][0](optimizer)
+    before = repr(scheduler.state_dict())
+
+    with pytest.raises(InvalidInputError, match="no tensor"):
+        fit(model, optimizer, scheduler, loader=[[]], lr_scaling="linear", base_batch=2)
+
+    assert repr(scheduler.state_dict()) == before
+
+
+class Growing(OwnScheduler):
+    """Its state takes other forms as it goes on."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.phase, self.rates = None, [0.1]
+
+    def step(self):
+        super().step()
+        self.phase = "decay"
+        self.rates = [*self.rates, self._moves.param_groups[0]["lr"]]
+
+    def state_dict(self):
+        return {"phase": self.phase, "rates": self.rates}
+
+    def load_state_dict(self, state):
+        self.phase, self.rates = state["phase"], state["rates"]
+
+
+def test_scheduler_of_ones_own_whose_state_changes_its_form_is_resumed(model, tmp_path):
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for steps in (1, 2):
+        model.load_state_dict(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = Growing(optimizer)
+        fit(model, optimizer, scheduler, max_steps=steps, checkpoint=tmp_path)
+
+    assert (scheduler.phase, scheduler.rates) == ("decay", [0.1, 0.05, 0.025])
+
+
 def plateau(optimizer):
     return lr_scheduler.ReduceLROnPlateau(optimizer)
 

@@ -299,7 +299,7 @@ def steps_by_itself(micro_batch, accum_steps):
 @pytest.mark.parametrize(
     ("train", "target", "options", "text"),
     [
-        (ignores_both, 8, {}, "4 x 2 does the same as 8 x 1: micro_batch and accum_steps are ignored"),
+        (ignores_both, 8, {}, "4 x 2 passes as many samples at once as 8 x 1: micro_batch is ignored"),
         (ignores_micro_batch, 8, {}, "4 x 2 passes as many samples at once as 8 x 1: micro_batch is ignored"),
         (makes_nan, 8, {}, r"gradients are NaN or infinite \(8 x 1, step 1, 0 and 3\)|gradients are NaN or infinite"),
         (clears_before_it_steps, 8, {}, r"every gradient is 0 \(8 x 1\); perhaps the loop clears them before it steps"),
@@ -310,8 +310,8 @@ def steps_by_itself(micro_batch, accum_steps):
             r"too much .* fix the seed .*; a model that draws random numbers by itself cannot be",
         ),
         (has_no_seed, 8, {}, r"two equal runs \(8 x 1\) differ by \d+%, too much .* fix the seed"),
-        (steps_by_itself, 8, {}, r"train\(8, 1\) made 0 of 1 steps of a torch.optim.Optimizer"),
-        (right, 32, {"steps": 3}, r"train\(32, 1\) made 2 of 3 steps"),
+        (steps_by_itself, 8, {}, "train, run as 8 x 1, made 0 of 1 steps of a torch.optim.Optimizer"),
+        (right, 32, {"steps": 3}, "train, run as 32 x 1, made 2 of 3 steps"),
         (right, 1, {}, "target_batch=1 can be split in one way"),
         (right, 12, {"micro_batch": 1}, "target_batch=12 can be split in one way"),
         (right, 0, {}, "target_batch must be at least 1"),

@@ -252,7 +252,7 @@ LOSES = (
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (IGNORES, "2 x 2 does the same as 4 x 1: micro_batch and accum_steps are ignored"),
+        (IGNORES, "2 x 2 passes as many samples at once as 4 x 1: micro_batch is ignored"),
         (LOSES, r"gradients are NaN or infinite \(4 x 1, step 1, 0, 3\); mend that first"),
     ],
 )

@@ -44,7 +44,7 @@ BAD = {
         "micro_batch": COUNTS,
         "world_size": COUNTS,
         "steps": COUNTS,
-        "timeout_s": ["0", "-1", "nan", "inf", "soon"],
+        "timeout_s": ["0", "-1", "nan", "soon"],
     },
     "slurm": {
         "nodes": COUNTS[:4],

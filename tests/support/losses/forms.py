@@ -300,6 +300,12 @@ def focal(o, b):
     return (1 - torch.exp(-losses)) ** 2 * losses
 
 
+def longest(o, b):
+    """Of tokens up to the longest of those in the batch, padding included."""
+    until = int(b["mask"].sum(1).max())
+    return (each(o, b) * b["mask"])[:, :until].mean()
+
+
 def info_nce(o, b):
     similar = functional.normalize(o[:, 0]) @ functional.normalize(o[:, 1]).T / 0.1
     return functional.cross_entropy(similar, torch.arange(len(o)))
@@ -383,6 +389,12 @@ FORMS = {
     "gather, -sum / mask sum": Form(
         lambda o, b: -(o.log_softmax(-1).gather(-1, b["y"][..., None])[..., 0] * b["mask"]).sum().div(b["mask"].sum())
     ),
+    "mean up to the longest": Form(longest, allowed="warned or refused"),
+    "masked mean * part kept": Form(
+        lambda o, b: (row(o, b) * b["has"]).sum() / b["has"].sum().clamp(min=1) * b["has"].mean(),
+        allowed="exact or warned",
+    ),
+    "median": Form(lambda o, b: row(o, b).median(), allowed="refused"),
     "logsumexp": Form(lambda o, b: row(o, b).logsumexp(0), allowed="warned or refused"),
     "smoothed ce, samples all ignored": Form(lambda o, b: ce(o, b["labels_of_some"], label_smoothing=0.1)),
     # Nothing tells it from max(41, n), where 39 labels are in the samples that are tried, and 45 in all.

@@ -163,6 +163,7 @@ def outcome(form, way, windows=WINDOWS, at_once=1):
                 losses, reported = train([converted(batch, form.dtype) for batch in batches])
             except autoaccum.InvalidInputError as error:
                 refusal = str(error)
+                print(refusal)  # noqa: T201 - shown where a test fails
             expected = [plain.step(converted(batch, torch.float64)) for batch in batches]
         if refusal is not None:
             assert_bitwise((state_of(model), optimizer.state_dict()), before)

@@ -25,7 +25,19 @@ def missing_slurm():
     return None
 
 
+def number_of_nodes():
+    """How many nodes the Slurm here has; 0 where there is none."""
+    if missing_slurm() is not None:
+        return 0
+    listed = subprocess.run(["sinfo", "--noheader", "--format=%N"], capture_output=True, text=True, check=True).stdout
+    words = ["scontrol", "show", "hostnames", ",".join(listed.split())]
+    return len(set(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()))
+
+
 needs_slurm = pytest.mark.skipif(missing_slurm() is not None, reason=str(missing_slurm()))
+needs_two_nodes = pytest.mark.skipif(
+    number_of_nodes() < 2, reason="Slurm has fewer than two nodes; scripts/slurm_here.sh start starts one of two"
+)
 
 
 def command(*arguments, folder=None, **variables):

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import autoaccum
-from autoaccum._distributed import fsdp as fsdp_peers  # a place that is failed in
+from autoaccum._distributed import fsdp as fsdp_peers  # of which a check is to be left out
 from autoaccum._distributed.pass_memory import PassMemory  # whose answer on another rank is asked for
-from autoaccum._engine import assembly  # a place that is failed in
+from autoaccum._engine import assembly  # which is to move nothing
 from support.ranks import accumulating, sharded_lacking
 from support.ranks.faults import FailAtPoint
 from support.ranks.sharded import Greedy, sharded

@@ -15,7 +15,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from autoaccum._engine.dtensor import fsdp_modules
+from autoaccum._engine.dtensor import fsdp_modules  # whether a framework has sharded a model at all
 from support.ranks.adapters import Tight, here, part_of_samples
 from support.ranks.sharded_accumulating import whole
 
@@ -34,13 +34,17 @@ def told_of_devices(rank, size):
     os.environ |= dict(zip(VARIABLES, (f"{rank}", f"{rank}", f"{size}", "1", "localhost", "1"), strict=True))
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState  # noqa: PLC0415
 
+    def forget():
+        for kind in (AcceleratorState, GradientState, PartialState):
+            kind._shared_state.clear()
+
+    forget()  # what a training of one process has left
     try:
         state = PartialState(cpu=True)
         state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         yield
     finally:
-        for kind in (AcceleratorState, GradientState, PartialState):
-            kind._shared_state.clear()
+        forget()
         for name in list(os.environ):
             if name in VARIABLES or name.startswith(("FSDP_", "ACCELERATE_")):
                 del os.environ[name]
@@ -218,7 +222,9 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
             layer = "GPT2Block" if kind == "gpt2" else "LlamaDecoderLayer"
             config = {"version": 2, "state_dict_type": OF_STATE[state], "transformer_layer_cls_to_wrap": [layer]}
             config |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-            if transformers.__version__ < "5":  # whose default of FSDP1 needs a GPU
+            own["accelerator_config"] = {"use_configured_state": True}  # or it forgets what it was told
+            if transformers.__version__ < "5":  # which leaves FSDP2 to `accelerate launch`, and asks for GPUs otherwise
+                os.environ |= {"FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": OF_STATE[state]}
                 config["sync_module_states"] = "false"
             own |= {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
         given = {"resume": get_last_checkpoint(str(folder))} if resumes else {}
@@ -232,6 +238,7 @@ def trainer(rank, size, folder, *, kind="gpt2", state="full", kill_at=None, resu
 
             made = auto_accumulate(trl.SFTTrainer, micro_batch=4) if size > 1 else trl.SFTTrainer
             done = trl_trainers.trained(made, "sft", folder, samples=24, **own)
+        assert size == 1 or fsdp_modules([done.model])
         parameters = [whole(one).clone() for one in done.model.parameters()]
         return {"parameters": parameters, "log": trainers.history(done)}
 
