@@ -352,7 +352,8 @@ class RankPeers(Peers):
         packed = np.array([np.frombuffer(part.flags, dtype=np.uint8) for part in self.parts])
         flags = np.unpackbits(packed, axis=1)[:, len(self._trained) :]  # and some bits more
         flags[[not own for own in samples]] = 0
-        written, sources = flags.any(0).tolist(), flags.argmax(0).tolist()  # the first ranks that wrote
+        written: list[bool] = flags.any(0).tolist()
+        sources: list[int] = flags.argmax(0).tolist()  # the first ranks that wrote
         outcome.run(lambda: self._fill_losses(given, factor))
         outcome.run(lambda: buffers.make_plain(written))
         share = samples[rank] / sum(samples)
