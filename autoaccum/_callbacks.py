@@ -63,7 +63,10 @@ class Callback:
         """Called when memory ran out in window `step`; the window is undone and restarted, cut smaller."""
 
     def on_epoch_end(self, epoch: int) -> None:
-        """Called after the last window of an epoch; epochs count from 1."""
+        """Called after the last window of an epoch; epochs count from 1.
+
+        After a resume, it may come before any `on_step`.
+        """
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
         """Called after an evaluation in or after epoch `epoch`."""

@@ -27,14 +27,16 @@ import autoaccum
 class Report(autoaccum.Callback):
     """Reports to Ray after each epoch, on every worker, as `ray.train.report` requires."""
 
-    def on_step(self, report: autoaccum.records.StepReport, *, epoch: int) -> None:
+    _last: autoaccum.records.StepReport | None = None
+
+    def on_step(self, report: autoaccum.records.StepReport, **_: int) -> None:
         """Keep the newest report."""
         self._last = report
-        self._epoch = epoch
 
     def on_epoch_end(self, epoch: int) -> None:
-        """Send it."""
-        ray.train.report({"epoch": epoch, "step": self._last.step, "loss": self._last.loss})
+        """Send it; there is none where training resumes after an epoch's last step."""
+        last = self._last
+        ray.train.report({"epoch": epoch} | ({} if last is None else {"step": last.step, "loss": last.loss}))
 
 
 def train(config: dict[str, Any], **options: Any) -> autoaccum.records.FitResult:
@@ -50,7 +52,6 @@ def train(config: dict[str, Any], **options: Any) -> autoaccum.records.FitResult
         "epochs": config["epochs"],
         "checkpoint": config["folder"],
         "checkpoint_every": "5min",
-        "seed": 0,
         "callbacks": [Report()],
     }
     return autoaccum.fit(model, loader, config["target_batch"], **(arguments | options))

@@ -24,7 +24,7 @@ from autoaccum._engine.optimizers import OptimizerList, name_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
@@ -51,6 +51,7 @@ def make_alike(ranks: Ranks, step: GradientStep, arguments: Mapping[str, Any]) -
         InvalidInputError: They differ, which is raised on every rank; or each can tell by itself what it cannot do.
     """
     modules, options = step.objective.modules, step.options
+    refuse_wrapped(modules)
     _refuse_unsupported_layers(modules)
     if (scope := options.loss_scope) != "micro_batch":
         raise InvalidInputError(
@@ -192,6 +193,22 @@ def _lines_of_optimizer(step: GradientStep) -> list[str]:
         states = [(names[parameter], optimizer.state.get(parameter, {})) for parameter in step.held()]
         lines += [f"{key}={text_of(value)} of {name!r}" for name, own in states for key, value in own.items()]
     return lines
+
+
+def refuse_wrapped(modules: Iterable[nn.Module]) -> None:
+    """Reject models in DistributedDataParallel, unless their `forward` was replaced.
+
+    Raises:
+        InvalidInputError: There is one.
+    """
+    kind = nn.parallel.DistributedDataParallel
+    if any(isinstance(part, kind) and "forward" not in vars(part) for one in modules for part in one.modules()):
+        raise InvalidInputError(
+            "the model is compiled around DistributedDataParallel, or the closure or the loss calls one in it, which "
+            "would sum gradients over ranks in every backward pass, of which ranks make different numbers; call what is"
+            " inside (model.module), and compile by model.compile() beforehand, without dynamo_backend= and "
+            "torch_compile=True"
+        )
 
 
 def _refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:

@@ -349,19 +349,25 @@ class RankPeers(Peers):
     ) -> None:
         """Replace losses, gradients of parameters, and buffers by those of the whole window."""
         samples, rank, buffers = [part.samples for part in self.parts], self.ranks.rank, self._buffers
-        source = next(rank for rank, own in enumerate(samples) if own)
-        flags = np.unpackbits(np.frombuffer(self.parts[source].flags, dtype=np.uint8))
-        written = flags[len(self._trained) :].tolist()  # and some bits more
+        packed = np.array([np.frombuffer(part.flags, dtype=np.uint8) for part in self.parts])
+        flags = np.unpackbits(packed, axis=1)[:, len(self._trained) :]  # and some bits more
+        flags[[not own for own in samples]] = 0
+        written: list[bool] = flags.any(0).tolist()
+        sources: list[int] = flags.argmax(0).tolist()  # the first ranks that wrote
         outcome.run(lambda: self._fill_losses(given, factor))
         outcome.run(lambda: buffers.make_plain(written))
-        share, is_source = samples[rank] / sum(samples), float(rank == source)
+        share = samples[rank] / sum(samples)
+        of_buffers = [
+            share if is_mean else float(rank == source)
+            for is_mean, source in zip(buffers.averaged, sources, strict=False)
+        ]
         with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
             self.ranks.all_reduce(self._values)
             self._buckets.add_up(
                 outcome,
                 [*(parameter.grad for parameter in parameters), *buffers.now()],
                 self.ranks.all_reduce,
-                factors=[factor] * len(parameters) + [share if one else is_source for one in buffers.averaged],
+                factors=[factor] * len(parameters) + of_buffers,
                 wanted=self._wanted[: len(parameters)] + written,
             )
         found = dict(zip(self._slots, self._values.unbind(), strict=True))
@@ -492,7 +498,7 @@ class _SharedBuffers:
     """The buffers that training updates, made equal on every rank after each window.
 
     BatchNorm's running statistics become their means over the ranks, weighted by samples. Every other buffer that was
-    written is copied from the first rank that had samples.
+    written is copied from the first rank that wrote it.
 
     Attributes:
         forms: Tensors of their shapes and types when training began.

@@ -20,6 +20,7 @@ from autoaccum._data.batches import count
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.nesting import tensors_in
 from autoaccum._data.order import by_size
+from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble, check_shapes
 from autoaccum._engine.batchnorm import BatchNorms
@@ -146,7 +147,8 @@ def preflight(
     among = chosen_gpus(gpus, device_memory, display)
     measures = _measures(measure, among, device)
     _say_of_ranks(notices, ranks, share, fsdp)
-    adapts = adapts_of(names_in(save_memory, notices))
+    names = names_in(save_memory, notices)
+    adapts = adapts_of(names)
     made = _made(model, notices, on_meta=not measures)
     backend = devices.resolve(device, made, notices) if measures else None
     limits_gpus = backend is None or backend.device.type != "cpu"
@@ -164,7 +166,7 @@ def preflight(
     try:
         with undisturbed():
             of_gpus = asked if limits_gpus else replace(asked, memory_limit=None)
-            found = [*_predicted(of_gpus, among, made, precision, on_rank, way)]
+            found = [*_predicted(of_gpus, among, made, options.precision, on_rank, way)]
     except NotTracedError as error:
         if backend is None:
             raise
@@ -177,7 +179,7 @@ def preflight(
             measured = _with_epoch(measured, loader, batch, split)
             found.insert(0, _with_footprint(asked, made, way, measured, notices))
     with undisturbed():
-        remedies_on, helpful, of_remedies = _remedies(asked, found, made, notices)
+        remedies_on, helpful, of_remedies = _remedies(asked, found, made, names, notices)
     places = [one for one, _ in found]
     predicted = tuple(one for one in places if isinstance(one, Predicted))
     return Report(
@@ -348,7 +350,12 @@ def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_me
     made = model
     if callable(model) and not isinstance(model, nn.Module):
         check_call("model", model, "")
-        made = built_on_meta(model, notices) if on_meta else model()
+        random = RandomState(torch.device("cpu"))
+        before = random.take()
+        try:
+            made = built_on_meta(model, notices) if on_meta else model()
+        finally:
+            random.put_back(before)
     if not isinstance(made, nn.Module):
         raise InvalidInputError(
             f"model={shown(model)} must be a torch.nn.Module, or a function without arguments that makes one"
@@ -392,6 +399,7 @@ def _remedies(
     asked: Asked,
     found: Sequence[tuple[Measured | Predicted, Estimate | None]],
     model: nn.Module,
+    names: Sequence[str],
     notices: Notices,
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
     """Return the first device that needs a smaller step, the remedies for it, and warnings."""
@@ -403,7 +411,7 @@ def _remedies(
     if unchanged is None:
         return None, (), (f"{title}: not known, since the step cannot be traced",)
     _LOG.info("looking for what would help on %s", place.name)
-    helpful, failed = suggested(asked, place, unchanged, model)
+    helpful, failed = suggested(asked, place, unchanged, model, names)
     warnings = []
     if not helpful:
         warnings.append(f"{title}: nothing that save_memory takes")

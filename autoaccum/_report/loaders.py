@@ -1,18 +1,17 @@
 """Draws a few batches of a loader and discards them, to look at them.
 
 Random state, the loader's own generators and its persistent workers are restored. An iterator, which cannot be
-restarted, is not used. State inside a dataset cannot be restored.
+restarted, is not used, nor is a loader that keeps its place. State inside a dataset cannot be restored.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._data.loaders import left_as_it_was
+from autoaccum._data.loaders import can_be_looked_at, left_as_it_was
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,9 +21,9 @@ _LONGEST_S = 2.0
 
 
 def first_batches(loader: Iterable[Any], most: int) -> list[Any]:
-    """Return at most `most` of a loader's first batches; none if it is an iterator."""
+    """Return at most `most` of a loader's first batches; none if it is an iterator, or keeps its place."""
     found: list[Any] = []
-    if isinstance(loader, Iterator):
+    if not can_be_looked_at(loader):
         return found
     with left_as_it_was(loader):
         ends_s = float("inf")

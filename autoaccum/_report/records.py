@@ -23,13 +23,13 @@ class Remedy:
     """What would reduce the memory of a step.
 
     Attributes:
-        save_memory: Its name, as `fit` takes it.
+        save_memory: Its name, as `fit` takes it; after the names of what the step saves memory by already, if any.
         peak_bytes: The memory that a step of `micro_batch` would then need, or of the least traced if none fits.
         micro_batch: The largest micro-batch that would then fit.
         safe_micro_batch: The largest that would then fit in spite of the prediction's uncertainty.
     """
 
-    save_memory: str
+    save_memory: str | tuple[str, ...]
     peak_bytes: int
     micro_batch: int
     safe_micro_batch: int

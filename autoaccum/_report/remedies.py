@@ -37,7 +37,7 @@ _ANY_GPU = Simulated(2**50, torch.device("cuda", 0))
 
 
 def suggested(
-    asked: Asked, found: Measured | Predicted, unchanged: Estimate, model: nn.Module
+    asked: Asked, found: Measured | Predicted, unchanged: Estimate, model: nn.Module, names: Sequence[str] = ()
 ) -> tuple[tuple[Remedy, ...], list[str]]:
     """Return what saves memory, the most effective first, and the names with which the user's model fails, and why.
 
@@ -46,26 +46,31 @@ def suggested(
         found: What was found in the place where the step should fit better.
         unchanged: The step as it is, traced for that place.
         model: The model, only inspected.
+        names: What saves memory in the step as it is.
     """
     helpful, failed = [], []
+    kinds = {name.partition(":")[0] for name in names}
     for name in ways_left([model], _ANY_GPU):
-        if name == OFFLOAD and kernels_of(found) != "cuda":
+        if name in kinds or (name == OFFLOAD and kernels_of(found) != "cuda"):
             continue
+        asked_for = (*names, name) if names else name
         try:
             estimate = unchanged.traced.adapted([_adapt_of(name)]).estimate(unchanged.gpu)
-            remedy = _remedy(name, asked.most, _room_of(found, unchanged), unchanged, estimate)
+            remedy = _remedy(asked_for, asked.most, _room_of(found, unchanged), unchanged, estimate)
         except Exception as error:
             # A tensor that the model makes may not match the rest. Our own errors are bugs.
             if raised_here(error) and not isinstance(error, InvalidInputError):
                 raise
-            failed.append(f"save_memory={name!r} ({type(error).__name__}: {first_line(error)})")
+            failed.append(f"save_memory={asked_for!r} ({type(error).__name__}: {first_line(error)})")
             clear_traceback_frames(error)
         else:
             helpful += [remedy] if remedy is not None else []
     return tuple(sorted(helpful, key=lambda one: (-one.micro_batch, one.peak_bytes))), failed
 
 
-def _remedy(name: str, most: int, room_bytes: int, unchanged: Estimate, estimate: Estimate) -> Remedy | None:
+def _remedy(
+    save_memory: str | tuple[str, ...], most: int, room_bytes: int, unchanged: Estimate, estimate: Estimate
+) -> Remedy | None:
     """Return what would fit with a change; None if it does not help."""
     before, largest = unchanged.largest(room_bytes, most), estimate.largest(room_bytes, most)
     size = largest or unchanged.footprints[0].size
@@ -74,7 +79,7 @@ def _remedy(name: str, most: int, room_bytes: int, unchanged: Estimate, estimate
     if largest < before or (largest == before and takes_no_less):
         return None
     safe = min(largest, estimate.largest(estimate.safe_bytes(room_bytes), most))
-    return Remedy(name, peak, largest, safe)
+    return Remedy(save_memory, peak, largest, safe)
 
 
 def _room_of(found: Measured | Predicted, unchanged: Estimate) -> int:

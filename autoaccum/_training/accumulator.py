@@ -347,12 +347,6 @@ def _check_ranks(
     ranks: Ranks, step: GradientStep, scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None
 ) -> None:
     modules, saves = step.objective.modules, step.options.save_memory
-    kind = torch.nn.parallel.DistributedDataParallel
-    if any(isinstance(one, kind) and "forward" not in vars(one) for one in modules):  # in force
-        raise InvalidInputError(
-            "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
-            "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
-        )
     check_sharded(modules, ranks.size, {f"save_memory={saves!r}": bool(saves)})
     make_alike(ranks, step, {"scale": scale.state_dict() if isinstance(scale, torch.amp.GradScaler) else scale})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from autoaccum._data.nesting import leaves_of, map_leaves
 from autoaccum._loss.loss_values import in_full
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 def mean(values: Sequence[Tensor], weights: Sequence[float], *, loss: Tensor | None = None) -> Tensor:
@@ -47,7 +48,8 @@ def is_of_nothing(numbers: Tensor, loss: Tensor) -> Tensor:
 def joined(values: Sequence[Any], sizes: Sequence[int], *, loss: Tensor | None = None) -> Any:
     """Return the value for a batch of what a function returned for each of its parts.
 
-    Values are joined leaf by leaf: tensors and lists with a row for each sample are put together, tensors of one
+    Lists that are as long as their parts have an item for each sample, and are put together, whatever the items are.
+    Within all else, values are joined leaf by leaf: tensors with a row for each sample are put together, tensors of one
     number and floats are averaged over samples, numbers of samples added up. None, text and numbers that are equal for
     all parts stay as they are. Of anything else, a list with the value of each part is returned.
 
@@ -56,14 +58,27 @@ def joined(values: Sequence[Any], sizes: Sequence[int], *, loss: Tensor | None =
         sizes: The samples of each part.
         loss: As for `mean`.
     """
+    first = values[0]
     if len(values) == 1:
-        return values[0]
-    leaves = [leaves_of(value) for value in values]
-    if any([path for path, _ in found] != [path for path, _ in leaves[0]] for found in leaves):
+        return first
+    if all(isinstance(value, list) for value in values) and [*map(len, values)] == [*sizes]:
+        return [*chain.from_iterable(values)]
+    inner = frozenset(id(item) for value in values for item in _items_of(value))
+    items = [leaves_of(value, inner) for value in values]
+    paths = [path for path, _ in items[0]]
+    if any([path for path, _ in found] != paths for found in items):
         return list(values)
-    columns = zip(*([leaf for _, leaf in found] for found in leaves), strict=True)
-    whole = iter([_joined_leaf(column, sizes, loss) for column in columns])
-    return map_leaves(lambda _: next(whole), values[0])
+    columns = [[item for _, item in column] for column in zip(*items, strict=True)]
+    if paths == [()]:
+        return _joined_leaf(columns[0], sizes, loss)
+    whole = iter([joined(column, sizes, loss=loss) for column in columns])
+    return map_leaves(lambda _: next(whole), first, inner)
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _joined_leaf(column: Sequence[Any], sizes: Sequence[int], loss: Tensor | None) -> Any:
@@ -73,8 +88,6 @@ def _joined_leaf(column: Sequence[Any], sizes: Sequence[int], loss: Tensor | Non
             return mean(column, sizes, loss=loss)
         is_of_rows = [*sizes] == [len(leaf) if leaf.dim() else 0 for leaf in column]
         return torch.cat([*column]) if is_of_rows and len({leaf.shape[1:] for leaf in column}) == 1 else [*column]
-    if all(isinstance(leaf, list) for leaf in column) and [*map(len, column)] == [*sizes]:
-        return [*chain.from_iterable(column)]
     if all(isinstance(leaf, float) for leaf in column):
         return float(mean([torch.tensor(leaf, dtype=torch.float64) for leaf in column], sizes, loss=loss))
     if all(type(leaf) is int for leaf in column) and [*column] == [*sizes]:

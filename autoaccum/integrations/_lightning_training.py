@@ -95,7 +95,9 @@ class Training:
         self._gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
         for parameter, _ in self._gradients:
             parameter.grad = None
-        return {_LOSS: loss, **joined(report.outputs, report.micro_batches, loss=loss)}
+        outputs = report.outputs
+        columns = {name: [of_part.get(name) for of_part in outputs] for of_part in outputs for name in of_part}
+        return {_LOSS: loss} | {name: joined(column, sizes, loss=loss) for name, column in columns.items()}
 
     def backward(self, loss: Tensor, *_: Any, **__: Any) -> Tensor:
         """Put the batch's gradient into `.grad`, with the hooks of Lightning around a backward pass."""

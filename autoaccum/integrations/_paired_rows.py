@@ -70,6 +70,12 @@ def _halved(batch: Mapping[str, Any], pairs: int) -> dict[str, list[Any]]:
         for key, value in batch.items()
         if (isinstance(value, Tensor) and value.dim()) or isinstance(value, list)
     }
+    for key, value in rows.items():
+        if isinstance(value, Tensor) and len(value) not in (pairs, 2 * pairs):
+            raise InvalidInputError(
+                f"a batch of preferences cannot be cut, since its {key} has {len(value)} rows for {pairs} pairs, as "
+                "patches of images have; pass split= to auto_accumulate()"
+            )
     halved = {key: [value[:pairs], value[pairs:]] for key, value in rows.items() if len(value) == 2 * pairs}
     return halved | {key: [value] for key, value in rows.items() if len(value) == pairs}
 

@@ -15,11 +15,13 @@ from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.does_not_fit import refusal
 from autoaccum._engine.options import Options
 from autoaccum._engine.savepoint import Savepoint
+from autoaccum._engine.step_limit import StepLimit
 from autoaccum._evaluation.evaluation import check_losses
 from autoaccum._evaluation.parts_that_fit import PartsThatFit
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.evaluated import share_of
 from autoaccum._loss.loss_values import LossValue
+from autoaccum._sizing.events import Events
 from autoaccum._system.attributes import replaced
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._joined_parts import mean
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
-    from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._system.notices import Notices
     from autoaccum.integrations._trainer_logs import Held
@@ -47,25 +48,28 @@ class EvaluationInParts:
 
     Args:
         trainer: The trainer.
-        split: As for `auto_accumulate`.
+        options: What `auto_accumulate` was called with, with the split in force.
         notices: Reports choices made for the user.
 
     Attributes:
         model: The trainer's model, of which this holds.
     """
 
-    def __init__(self, trainer: Any, split: Split | None, notices: Notices) -> None:
+    def __init__(self, trainer: Any, options: Options, notices: Notices) -> None:
         self.model = trainer.model
         self._trainer = trainer
-        self._split = split
+        self._split = options.split
         self._notices = notices
-        self._memory = memory = devices.resolve(trainer.args.device, self.model, notices)
+        device = trainer.args.device if options.device is None else options.device
+        self._memory = memory = devices.resolve(device, self.model, notices)
+        self._limit = StepLimit(memory, options.limit_bytes(memory))
+        self._events = Events(memory, options.callbacks, notices)
         remedies = ["shorter samples", "eval_accumulation_steps=1, so that outputs leave the device"]
         self._parts = PartsThatFit(
             memory,
             Savepoint([self.model], memory.device),
             lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
-            lambda _: notices.say("evaluation is split into parts that fit, since memory ran out in it"),
+            self._events.ran_out,
         )
 
     @writes_reason
@@ -85,12 +89,14 @@ class EvaluationInParts:
             with held_logs(self._trainer) as held, own_tokens(self._trainer.args):
                 return held, step(dict(batch))
 
-        done, sizes, window = self._parts.of_batch(dict(inputs), self._split, one_part)
+        self._events.windows = self._trainer.state.global_step
+        with self._limit.in_force():
+            done, sizes, window = self._parts.of_batch(dict(inputs), self._split, one_part)
+            losses, outputs, labels = zip(*(predicted for _, predicted in done), strict=True)
+            loss = losses[0]
+            if window is not None and len(losses) > 1 and loss is not None:
+                loss = self._loss_of(window, sizes, losses)
         log_held(self._trainer, [held for held, _ in done])
-        losses, outputs, labels = zip(*(predicted for _, predicted in done), strict=True)
-        loss = losses[0]
-        if window is not None and len(losses) > 1 and loss is not None:
-            loss = self._loss_of(window, sizes, losses)
         return self._over_all_ranks(loss, inputs), _concatenated(outputs), _concatenated(labels)
 
     def _loss_of(self, window: Window, sizes: Sequence[int], losses: Sequence[Any]) -> Any:

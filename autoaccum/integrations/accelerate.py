@@ -9,6 +9,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from autoaccum._arguments import shown
+from autoaccum._distributed.consistency import refuse_wrapped
 from autoaccum._engine.dtensor import OTHERWISE
 from autoaccum._engine.options import Options
 from autoaccum._system.attributes import replaced
@@ -144,9 +145,12 @@ def is_fsdp2(accelerator: Accelerator) -> bool:
 
 
 def _check_prepared(accelerator: Accelerator, model: nn.Module) -> None:
-    inside = model.module if isinstance(model, DistributedDataParallel) else model
-    if not any(prepared in (model, inside) for prepared in accelerator._models):
+    whole = getattr(model, "_orig_mod", model)  # accelerators compile last, and keep models as they were before
+    inside = whole.module if isinstance(whole, DistributedDataParallel) else whole
+    if not any(prepared in (model, whole, inside) for prepared in accelerator._models):
         raise InvalidInputError(
             f"model={shown(model)} is not among the models that this accelerator has prepared; pass what "
             "accelerator.prepare(model, ...) returned"
         )
+    if whole is not model:
+        refuse_wrapped([whole])

@@ -233,7 +233,7 @@ class TrainerGradients:
         if _is_sharded(self._trainer):
             return step(inputs)  # in which all ranks wait for each other
         if self._evaluation is None or self._evaluation.model is not self._trainer.model:
-            self._evaluation = EvaluationInParts(self._trainer, self._split, self._notices)
+            self._evaluation = EvaluationInParts(self._trainer, self._options, self._notices)
         return self._evaluation.run(step, inputs)
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Several ranks with an accumulator get the gradient of all their batches together, also where one lacks memory."""
 
+import re
+
 import pytest
 import torch
 
@@ -60,8 +62,11 @@ def test_sample_that_does_not_fit_on_one_rank_ends_all(rank_pool):
     assert isinstance(second, autoaccum.RankFailedError)
 
 
-def test_closure_that_calls_a_wrapped_model_is_refused(rank_pool):
-    assert all("DistributedDataParallel" in said for said in rank_pool.run("accumulating:wrapped", size=2))
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_models_that_reduce_gradients_in_every_pass_are_refused(rank_pool, is_compiled):
+    for said in rank_pool.run("accumulating:wrapped", size=2, is_compiled=is_compiled):
+        assert len(said) == 1 + is_compiled  # `fit` trains the module inside of one that is only wrapped
+        assert all(re.search(r"DistributedDataParallel.* model\.compile\(\)", one) for one in said)
 
 
 @pytest.mark.parametrize("loss", ["pair", "module"])

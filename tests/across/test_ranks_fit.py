@@ -117,6 +117,15 @@ def test_other_buffers_that_a_model_writes_are_those_of_the_first_rank_and_const
     assert torch.equal(constant, torch.full((3,), 0.1, dtype=torch.float64))
 
 
+def test_buffers_that_only_some_ranks_write_are_those_of_the_first_of_them(rank_pool):
+    found = rank_pool.run(
+        "training:with_marks", size=3, marked=(22, 28), target_batch=15, micro_batch=5, shard_data=True, max_steps=2
+    )
+
+    assert_alike(found)
+    assert torch.equal(found[0]["buffers"][0][1:], training.vectors()[22][0][1:])  # the second rank's
+
+
 def test_parameter_that_only_some_ranks_use_is_updated_on_all_and_an_unused_one_on_none(rank_pool):
     samples = training.wide()
     expected = training.unused(0, 1, target_batch=16, micro_batch=16, data=samples)

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -38,12 +40,8 @@ def keep(made, make):
 def test_every_example_is_tested_here():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
 
-    elsewhere = {"ray_train"}  # tests/across/test_ranks_ray.py
-    assert (
-        names
-        == {"digits", "resnet101", "fixed_micro_batch", "mean_and_sum", "two_losses", "half_precision", "preferences"}
-        | elsewhere
-    )
+    own = {"digits", "resnet101", "fixed_micro_batch", "mean_and_sum", "two_losses", "half_precision", "preferences"}
+    assert names == own | {"ray_train"}  # in Ray itself: tests/across/test_ranks_ray.py
 
 
 def test_resnet_101_steps_its_last_window_too():
@@ -142,3 +140,43 @@ def test_example_is_right_however_its_batch_is_split(name, sizes, target):
         torch.set_default_dtype(torch.float32)
 
     assert found, str(found)
+
+
+class Storage:
+    """What `ray.train.report` writes to; not there for the first report."""
+
+    def __init__(self):
+        self.rows, self.is_there = [], False
+
+    def report(self, row):
+        if not self.is_there:
+            self.is_there = True
+            raise OSError("no storage")
+        self.rows.append(row)
+
+
+@pytest.fixture
+def storage(monkeypatch):
+    """Names of Ray's that the example needs in one process; it may not be installed."""
+    storage, ray, train, torchs = Storage(), ModuleType("ray"), ModuleType("ray.train"), ModuleType("ray.train.torch")
+    ray.train, train.torch, train.report, torchs.get_device = train, torchs, storage.report, lambda: "cpu"
+    for module in (ray, train, torchs):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return storage
+
+
+def test_ray_train_reports_each_epoch_also_first_of_all_after_a_resume(storage, tmp_path):
+    config = {"width": 4, "epochs": 2, "target_batch": 500, "folder": str(tmp_path)}
+
+    with pytest.raises(OSError, match="no storage"):
+        train_of("ray_train")(config, progress=False)
+    train_of("ray_train")(config, progress=False)
+
+    assert [(sorted(row), row["epoch"]) for row in storage.rows] == [(["epoch"], 1), (["epoch", "loss", "step"], 2)]
+
+
+@pytest.mark.usefixtures("storage")
+def test_ray_train_passes_only_arguments_that_fit_has():
+    given = call_of(train_of("ray_train"), config={"width": 4, "epochs": 2, "target_batch": 500, "folder": "runs"})
+
+    assert given["checkpoint"] == "runs"

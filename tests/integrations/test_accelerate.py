@@ -1,5 +1,7 @@
 """Accelerate's loop trains with `auto_accumulate` as it does with the whole batch at once."""
 
+import re
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -188,16 +190,25 @@ def test_training_resumes_from_accelerates_checkpoint(tmp_path):
     assert_same(plain, second)
 
 
-def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(rank_pool):
+@pytest.mark.parametrize("compiles", [False, True])
+def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(rank_pool, compiles):
     (alone,) = rank_pool.run("adapters:accelerate", size=1, is_ours=False)
 
-    found = rank_pool.run("adapters:accelerate", size=2, most={1: 2})
+    found = rank_pool.run("adapters:accelerate", size=2, most={1: 2}, compiles=compiles)
 
     assert found[0] == found[1]
     assert found[0]["losses"] == pytest.approx(alone["losses"])
     assert found[0]["gathered"] == alone["gathered"]
     for mine, whole in zip(found[0]["parameters"], alone["parameters"], strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole), rtol=0, atol=1e-12)
+
+
+def test_a_model_that_the_accelerator_compiles_is_trained():
+    torch.compiler.reset()
+    plain, other = Loop(is_plain=True, dynamo_backend="eager").epoch(), Loop(dynamo_backend="eager").epoch()
+    torch.compiler.reset()
+
+    assert_same(plain, other)
 
 
 # --- accumulated batches, and the loop's own loss ---------------------------------------------------------------------
@@ -230,6 +241,12 @@ def test_what_reduces_gradients_by_itself_is_refused_by_name(kind):
         autoaccum.errors.InvalidInputError, match=f"trains with {kind}.*find_executable_micro_batch.*autoaccum run"
     ):
         auto_accumulate(loop.accelerator, loop.model, loss=cross_entropy)
+
+
+def test_a_model_that_is_compiled_around_its_wrapper_is_refused_and_left_as_it_is(rank_pool):
+    for said, is_left in rank_pool.run("adapters:compiled", size=2):
+        assert re.search(r"DistributedDataParallel.* model\.compile\(\)", said)
+        assert is_left
 
 
 def test_a_log_within_the_loss_is_refused():

@@ -599,6 +599,52 @@ def test_predictions_are_made_in_parts():
     assert "predict_step" not in vars(trainer.strategy)
 
 
+class Detecting(pl.LightningModule):
+    """Returns a list with a record for each sample, of as many rows as a part of two has samples."""
+
+    def __init__(self, most=None):
+        super().__init__()
+        self.most = most
+
+    def predict_step(self, batch, batch_idx):
+        if self.most is not None and len(batch) > self.most:
+            raise torch.OutOfMemoryError("told to")
+        records = [{"boxes": sample.repeat(2, 4), "of": [sample, sample + 1]} for sample in batch]
+        return {"records": records, "samples": [*batch]}
+
+
+def test_lists_with_a_record_for_each_sample_are_put_together_sample_by_sample():
+    loader = DataLoader(torch.arange(4.0), batch_size=4)
+
+    expected = pl.Trainer(**QUIET).predict(Detecting(), loader)
+    found = pl.Trainer(callbacks=[auto_accumulate()], **QUIET).predict(Detecting(most=2), loader)
+
+    torch.testing.assert_close(found, expected)
+
+
+class Varied(Classifier):
+    """Returns lists of rows, and of samples of one class alone, if there are any."""
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        own = batch[0][batch[1] == 0]
+        lists = {"rows": [*outputs["outputs"]], "own": [*own], "mean": outputs["mean"]}
+        return {"loss": outputs["loss"], **lists, **({"last": own[-1]} if len(own) else {})}
+
+
+def test_outputs_that_differ_between_micro_batches_are_joined_key_by_key():
+    plain, other, one, two = Outputs(), Outputs(), Varied(), Varied(most=3)
+
+    fitted(one, vectors(), plain)
+    fitted(two, vectors(), auto_accumulate(), other)
+
+    assert_close(one, two)
+    for (of_batch, _), (of_parts, _) in zip(plain.seen, other.seen, strict=True):
+        for name in ("rows", "mean"):
+            torch.testing.assert_close(of_parts[name], of_batch[name])
+        assert {"own", "last"} <= of_parts.keys()
+
+
 def test_module_of_the_packages_older_name_trains_in_parts():
     older = pytest.importorskip("pytorch_lightning")
 

@@ -331,6 +331,37 @@ def test_evaluation_of_which_one_sample_fits_at_once_has_the_loss_of_whole_batch
     assert cut()(model, **options).evaluate()["eval_loss"] == pytest.approx(whole, rel=1e-6)
 
 
+class Lacks(autoaccum.Callback):
+    """Keeps in which step memory ran out, in how many samples."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_oom(self, event, *, step):
+        self.seen.append((step, event.size))
+
+
+def wide(module, inputs, named):
+    torch.empty(len(named["input_ids"]), 64 << 20, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("options", [{"memory_limit": "150MiB"}, {"device": autoaccum.Simulated("150MiB")}], ids=str)
+def test_evaluation_keeps_to_the_limit_and_tells_callbacks(tmp_path, options):
+    args = TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=32, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    given = {"args": args, "eval_dataset": rows_of("gpt2", 32), "data_collator": collated}
+    model, lacks = model_of("gpt2"), Lacks()
+    model.register_forward_pre_hook(wide, with_kwargs=True)
+    whole = Trainer(model, **given).evaluate()["eval_loss"]
+
+    found = cut(callbacks=[lacks], **options)(model, **given).evaluate()["eval_loss"]
+
+    assert found == pytest.approx(whole, rel=1e-6)
+    assert lacks.seen[0] == (1, 32)
+    assert {step for step, _ in lacks.seen} == {1}
+
+
 def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
     ours = trained(cut(), tmp_path, samples=12)
     monkeypatch.setattr(

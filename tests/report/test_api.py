@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -294,6 +295,32 @@ def test_a_function_makes_its_model_without_memory_where_nothing_is_measured():
     report_on(model=make, device=None, gpus="t4", measure=False)
 
     assert {parameter.device.type for parameter in made[0].parameters()} == {"meta"}
+
+
+@pytest.mark.gpu_fakes
+@pytest.mark.parametrize(("alias", "name"), [("no", "fp32"), ("bf16-mixed", "bf16"), ("16-mixed", "fp16")])
+def test_frameworks_names_of_precisions_are_predicted_as_ours(alias, name):
+    found, expected = (
+        report_on(device=None, gpus="l4", measure=False, precision=asked).predicted[0] for asked in (alias, name)
+    )
+
+    assert (found.precision, found.footprint) == (expected.precision, expected.footprint)
+
+
+def test_random_state_is_as_before_where_a_function_makes_the_model():
+    def make():
+        random.seed(7)
+        np.random.seed(7)  # noqa: NPY002 - the global generator
+        return wide()
+
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+
+    before = states()
+
+    report_on(model=make, batch=(torch.ones(2, 8), torch.zeros(2, dtype=torch.long)))
+
+    assert states() == before
 
 
 @pytest.mark.parametrize("make", [lambda: nn.LazyLinear(2), nn.LazyLinear(2)], ids=["function", "module"])

@@ -4,8 +4,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+import autoaccum
 from autoaccum._report import loaders
 from autoaccum._report.loaders import first_batches, samples_of
 
@@ -30,6 +33,20 @@ def test_it_is_given_up_when_the_time_is_over(monkeypatch):
 @pytest.mark.parametrize("loader", [[], iter([torch.zeros(2)]), (torch.zeros(2) for _ in range(3))])
 def test_loaders_that_are_empty_or_would_lose_their_batches_give_none(loader):
     assert first_batches(loader, 1) == []
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_loader_that_has_a_place_to_resume_from_keeps_it():
+    first, resumed = (StatefulDataLoader(DATA, batch_size=4) for _ in range(2))
+    batches = iter(first)
+    next(batches)
+    resumed.load_state_dict(first.state_dict())
+
+    autoaccum.preflight(
+        nn.Linear(2, 20), next(iter(DataLoader(DATA, 4))), 20, loss=nn.CrossEntropyLoss(), device="cpu", loader=resumed
+    )
+
+    assert torch.equal(next(iter(resumed))[0], next(batches)[0])
 
 
 def states(generator):

@@ -74,6 +74,23 @@ def test_all_ways_that_the_model_has_are_named(small):
 
 
 @pytest.mark.gpu_fakes
+def test_what_a_remedy_says_is_what_is_predicted_with_its_save_memory():
+    def reported(save_memory):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)) for _ in range(12)])
+        batch = torch.zeros(2, 1024, 256), torch.zeros(2, 1024, 256)
+        options = {"loss": nn.MSELoss(), "optimizer": "sgd", "device_memory": "900MiB", "max_micro_batch": 48}
+        return autoaccum.preflight(
+            model, batch, 512, measure=False, precision="fp32", save_memory=save_memory, **options
+        )
+
+    (remedy,) = reported(["checkpoint"]).remedies
+    (with_it,) = reported(remedy.save_memory).predicted
+
+    assert remedy.micro_batch == with_it.micro_batch
+    assert remedy.save_memory == ("checkpoint", "offload")
+
+
+@pytest.mark.gpu_fakes
 def test_a_way_with_which_the_model_fails_is_told_and_our_own_errors_are_raised(monkeypatch):
     class Fixed(Block):
         def forward(self, inputs):

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import autoaccum
 from support.models.small import Limited
-from support.ranks.training import net, of_tokens, texts, vectors
+from support.ranks.training import WIDTH, net, of_tokens, texts, vectors
 
 BATCH = 24
 
@@ -65,16 +65,24 @@ def train(rank, size, *, loss="module", most=(), fails=(), twice=False, frozen_a
     return found
 
 
-def wrapped(rank, size):
-    """Return what an accumulator says of a closure that calls a model in DistributedDataParallel."""
+def wrapped(rank, size, is_compiled):
+    """Return what is said of a closure that calls a model in DistributedDataParallel, and of one compiled around it."""
     model = torch.nn.parallel.DistributedDataParallel(net(rank))
+    if is_compiled:
+        model = torch.compile(model, backend="eager")
+    loader = [(torch.zeros(2, WIDTH, dtype=torch.float64), torch.zeros(2, dtype=torch.long))]
+    said = []
     try:
         autoaccum.Accumulator(
             model, closure=lambda part: functional.cross_entropy(model(part[0]), part[1]), device="cpu"
         )
     except autoaccum.InvalidInputError as error:
-        return str(error)
-    return ""
+        said.append(str(error))
+    try:
+        autoaccum.fit(model, loader, 2, loss=functional.cross_entropy, device="cpu", progress=False)
+    except autoaccum.InvalidInputError as error:
+        said.append(str(error))
+    return said
 
 
 def growing(rank, size, loss):

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -135,22 +136,49 @@ def lightning(rank, size, *, most=(), is_ours=True):
     return {"parameters": parameters(module), "logged": logged, "sizes": sizes.found, "steps": trainer.global_step}
 
 
-def accelerate(rank, size, *, most=(), is_ours=True):
+@contextmanager
+def accelerator_of(rank, size, **options):
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "ACCELERATE_USE_CPU": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # which are looked at, and not used
     warnings.simplefilter("ignore")
     from accelerate import Accelerator  # noqa: PLC0415 - only some ranks need it
     from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: PLC0415
 
-    from autoaccum.integrations import accelerate as adapter  # noqa: PLC0415
-
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == size
-    model, loss = Tight(dict(most).get(rank)), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = part_of_samples(rank, size)
-    model, optimizer = accelerator.prepare(model, optimizer)
     try:
+        accelerator = Accelerator(cpu=True, **options)
+        assert accelerator.num_processes == size
+        yield accelerator
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+
+
+def compiled(rank, size):
+    """Return what is said of a model that Accelerate compiles around DistributedDataParallel, and if that is left."""
+    from autoaccum.integrations import accelerate as adapter  # noqa: PLC0415 - only some ranks need it
+
+    with accelerator_of(rank, size, dynamo_backend="eager") as accelerator:
+        model = accelerator.prepare(Tight(None))
+        inner = model._orig_mod
+        try:
+            adapter.auto_accumulate(accelerator, model, loss=nn.CrossEntropyLoss(), **options())
+        except autoaccum.InvalidInputError as error:
+            return str(error), isinstance(inner, nn.parallel.DistributedDataParallel) and model._orig_mod is inner
+    return "", False
+
+
+def accelerate(rank, size, *, most=(), is_ours=True, compiles=False):
+    from autoaccum.integrations import accelerate as adapter  # noqa: PLC0415 - only some ranks need it
+
+    with accelerator_of(rank, size) as accelerator:
+        model, loss = Tight(dict(most).get(rank)), nn.CrossEntropyLoss()
+        if compiles:
+            model.compile(backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = part_of_samples(rank, size)
+        model, optimizer = accelerator.prepare(model, optimizer)
         losses, gathered = [], []
         if is_ours:
             # A closure of the prepared model, whose forward would wait for the other ranks.
@@ -169,8 +197,3 @@ def accelerate(rank, size, *, most=(), is_ours=True):
             optimizer.zero_grad()
             gathered.append(len(accelerator.gather_for_metrics(batch[1])))
         return {"parameters": parameters(model), "losses": losses, "gathered": gathered}
-    finally:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._shared_state.clear()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]

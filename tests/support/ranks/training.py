@@ -325,6 +325,28 @@ def with_buffers(rank, size, **arguments):
     return train(rank, size, model=Counting(), **arguments)
 
 
+class Marking(nn.Module):
+    """Remembers the last inputs that begin with a positive number, of which few may be."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("marked", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, inputs):
+        for one in inputs[inputs[:, 0] > 0] if self.training else ():
+            self.marked.copy_(one)
+        return self.inner(inputs)
+
+
+def with_marks(rank, size, *, marked, **arguments):
+    data = [
+        (torch.cat([inputs[:1].abs() * (1 if at in marked else -1), inputs[1:]]), y)
+        for at, (inputs, y) in enumerate(vectors())
+    ]
+    return train(rank, size, model=Marking(), data=data, **arguments)
+
+
 def permuted(rank, size, **arguments):
     """Train where each rank has the same rows of weights in an order of its own."""
     model = net()
