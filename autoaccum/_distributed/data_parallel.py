@@ -352,7 +352,7 @@ class RankPeers(Peers):
         packed = np.array([np.frombuffer(part.flags, dtype=np.uint8) for part in self.parts])
         flags = np.unpackbits(packed, axis=1)[:, len(self._trained) :]  # and some bits more
         flags[[not own for own in samples]] = 0
-        written: list[bool] = flags.any(0).tolist()
+        written: list[bool] = flags.max(0).astype(bool).tolist()
         sources: list[int] = flags.argmax(0).tolist()  # the first ranks that wrote
         outcome.run(lambda: self._fill_losses(given, factor))
         outcome.run(lambda: buffers.make_plain(written))
