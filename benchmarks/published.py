@@ -21,7 +21,7 @@ from pathlib import Path
 from measuring import keep, machine
 from published_jobs import IMAGE_MODELS, TOKENS, served, timeline_of
 
-from autoaccum._estimate.cuda_allocator import OutOfMemoryError
+from autoaccum._estimate.cuda_allocator import CapacityExceededError
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
 from autoaccum._estimate.gpus import gpu_named
 
@@ -37,7 +37,7 @@ def reserved(timeline, gpu, capacity_bytes):
     cublas = 2 * [cublas_bytes(gpu.name)]  # for the threads of forward and backward
     try:
         return served(timeline, cublas=cublas, capacity_bytes=capacity_bytes).peak_reserved_bytes
-    except OutOfMemoryError:
+    except CapacityExceededError:
         return None
 
 

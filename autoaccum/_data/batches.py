@@ -221,7 +221,7 @@ class Window(Sequence[Any]):
         stops = list(itertools.accumulate(sizes, initial=start))
         return map(self.cut, stops, stops[1:])
 
-    def seen(self, start: int, stop: int) -> Any:
+    def peek(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as `cut` does; the next `cut` of them returns the same object.
 
         For counting what is in a micro-batch before it is used: a collator may draw random numbers.

@@ -54,10 +54,10 @@ class LoaderMemory:
         self._loader = getattr(loader, "whole_loader", loader)
         held = _held_by(self._loader)
         self._orders = {path: list(_keys_of(value)) for path, _, _, value in held if _has_order(value)}
-        self._first, self._first_prints = self.take(), self._prints()
+        self._first, self._first_prints = self.capture(), self._prints()
         self._moving: set[str] = set()  # numbers that have ever changed; the others are settings
 
-    def take(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """Return all numbers, the states of generators, and orders that have changed; they are never modified."""
         taken: dict[str, Any] = {}
         for path, _, _, value in _held_by(self._loader):
@@ -73,7 +73,7 @@ class LoaderMemory:
 
     def take_what_moves(self) -> dict[str, Any]:
         """Return what `take` does, of numbers those that ever changed, and fingerprints of what else has changed."""
-        taken, prints, first, before = self.take(), self._prints(), self._first, self._first_prints
+        taken, prints, first, before = self.capture(), self._prints(), self._first, self._first_prints
         for path, value in taken.items():
             # An item that a list or dict has got is told of by the fingerprint of the list.
             is_new = path[-1] != "]" if path not in first else not _is_number(first[path]) or value != first[path]
@@ -82,7 +82,7 @@ class LoaderMemory:
         taken = {path: value for path, value in taken.items() if not _is_number(value) or path in self._moving}
         return taken | {path: prints.get(path) for path in before | prints if prints.get(path) != before.get(path)}
 
-    def put_back(self, taken: Mapping[str, Any]) -> list[str]:
+    def restore(self, taken: Mapping[str, Any]) -> list[str]:
         """Restore what was taken, here or in another process; return the paths of what could not be."""
         restored = self._put_back_orders(taken)  # first: they say what the paths in a list lead to
         held = {"": self._loader}

@@ -54,7 +54,7 @@ class Position:
         epoch: The epoch, from 1.
         batches: Batches drawn in the epoch; 0 before it starts.
         used: Samples of the last batch that were used; 0 if all were, or none.
-        put_back: Whether none of the last batch was used: it was drawn to see that it begins the next window.
+        restore: Whether none of the last batch was used: it was drawn to see that it begins the next window.
         closed: Whether no window has followed the last epoch that is complete, including its evaluation.
         start: The random state before the epoch's iterator was created; None before the epoch starts.
         before_last: The random state before the last batch was drawn.
@@ -80,12 +80,12 @@ class Position:
     length: int | None = None
     batch_size: int | None = None
     samples: int | None = None
-    put_back: bool = False
+    restore: bool = False
 
     @property
     def whole(self) -> int:
         """How many of the batches drawn were used to their end."""
-        return self.batches - (self.put_back or self.used > 0)
+        return self.batches - (self.restore or self.used > 0)
 
 
 class Track:
@@ -130,7 +130,7 @@ class Track:
     def __next__(self) -> Any:
         if self._begun:
             return self._begun.pop()
-        before = None if self._random is None else self._random.take()
+        before = None if self._random is None else self._random.capture()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -150,7 +150,7 @@ class Track:
             if callable(getattr(sampler, "set_epoch", None)):  # a DistributedSampler's, which counts from 0
                 sampler.set_epoch(epoch - 1)
         if self._random is not None:
-            self._at = replace(self._at, start=self._random.take(), memory=self._memory.take_what_moves())
+            self._at = replace(self._at, start=self._random.capture(), memory=self._memory.take_what_moves())
         self._batches = iter(self._loader)
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
@@ -179,7 +179,7 @@ class Track:
             last=self._last,
             loader_state=state,
             state_at=state_at,
-            put_back=window.used == 0,
+            restore=window.used == 0,
         )
 
     def at_start(self, epoch: int) -> Position:
@@ -226,25 +226,25 @@ class Track:
         was_loaded = position.state_at >= 0 and self._comes_by_its_state(position)
         if was_loaded:
             self._put_back_memory(position)
-            self._random.put_back(position.start)
+            self._random.restore(position.start)
             self._load(position, lambda: self.begin(position.epoch))
             self._drawn = position.state_at
             self._states = [(self._drawn, self._states[0][1])]
         else:
             self._go_to_start(position)
-            self._random.put_back(position.start)
+            self._random.restore(position.start)
             self.begin(position.epoch)
         self._at = replace(self._at, start=position.start, memory=position.memory)
-        begun = self._random.take()
+        begun = self._random.capture()
         while self._drawn < position.batches - 1:
             self._draw_again(position)
         if position.batches:
             before: Any = position.before_last
-            now = self._random.take()
-            self._random.put_back(before)
+            now = self._random.capture()
+            self._random.restore(before)
             batch = self._draw_again(position)
             # Here the loader alone has drawn since the beginning; in the training, a model may have drawn between.
-            shifts = (moved(*states) for states in ((begun, now), (before, self._random.take()), (now, before)))
+            shifts = (moved(*states) for states in ((begun, now), (before, self._random.capture()), (now, before)))
             is_shifted = any((early or late) and apart for early, late, apart in zip(*shifts, strict=True))
             if is_shifted and self._last == position.last and any(one.num_workers for one in self._data_loaders):
                 self.differences.append(
@@ -273,16 +273,16 @@ class Track:
         """Start persistent workers without using random numbers, as an earlier epoch has started them."""
         if epoch == 1 or hasattr(self._loader, "whole_loader"):  # such a loader leaves random numbers to the whole one
             return
-        random, memory = self._random.take(), self._memory.take()
+        random, memory = self._random.capture(), self._memory.capture()
         for loader in self._data_loaders:
             if loader.persistent_workers and loader._iterator is None:
                 iter(loader)
-        self._random.put_back(random)
-        self._memory.put_back(memory)
+        self._random.restore(random)
+        self._memory.restore(memory)
 
     def _put_back_memory(self, position: Position) -> None:
         with _refusals_explained(self._loader):
-            lost = self._memory.put_back(position.memory)
+            lost = self._memory.restore(position.memory)
         if lost:
             self.differences.append(
                 f"{listed(lost)} of the loader, which changed during the training, cannot be restored, which makes a "

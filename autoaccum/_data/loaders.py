@@ -84,7 +84,7 @@ def left_as_it_was(loader: Any) -> Iterator[None]:
     What these keep otherwise, or in files, is not restored.
     """
     random = RandomState(torch.device("cpu"), further=generators_of(loader))
-    states = random.take()
+    states = random.capture()
     standing = getattr(loader, "_iterator", None)
     if standing is not None:
         loader._iterator = None
@@ -93,7 +93,7 @@ def left_as_it_was(loader: Any) -> Iterator[None]:
     finally:
         if hasattr(loader, "_iterator"):
             loader._iterator = standing  # workers started here end with their iterator
-        random.put_back(states)
+        random.restore(states)
 
 
 def samplers_of(loader: Any) -> tuple[Any, ...]:

@@ -30,8 +30,8 @@ class RandomState:
         values = [*(value for part in parts for value in vars(part).values()), *further]
         self._own = list({id(value): value for value in values if is_generator(value)}.values())
 
-    def take(self, *, of_host: bool = True) -> tuple[Any, ...]:
-        """Return the current states, which are never modified, for `put_back`.
+    def capture(self, *, of_host: bool = True) -> tuple[Any, ...]:
+        """Return the current states, which are never modified, for `restore`.
 
         Args:
             of_host: Whether to include Python's and NumPy's too, which takes 42 microseconds.
@@ -44,7 +44,7 @@ class RandomState:
             tuple(map(_state, self._own)),
         )
 
-    def put_back(self, states: tuple[Any, ...]) -> None:
+    def restore(self, states: tuple[Any, ...]) -> None:
         """Restore states that `take` has returned, of the same device and modules."""
         of_torch, of_device, of_python, of_numpy, own = states
         torch.set_rng_state(of_torch)
@@ -61,15 +61,15 @@ class RandomState:
         Raises:
             ValueError: They are not, as are errors of other types.
         """
-        before = self.take()
+        before = self.capture()
         if len(states) != len(before) or any(
             (one is None) != (here is None) for one, here in zip(states, before, strict=True)
         ):
             raise ValueError("the states of random generators are not those of this process")
         try:
-            self.put_back(states)
+            self.restore(states)
         finally:
-            self.put_back(before)
+            self.restore(before)
 
     def seed(self, seed: int) -> None:
         """Seed every generator that `take` saves."""

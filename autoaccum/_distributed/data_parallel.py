@@ -24,7 +24,7 @@ from autoaccum._data.nesting import copied
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
 from autoaccum._distributed.consistency import SharedSettings, compare_weights
 from autoaccum._distributed.process_group import OutOfMemoryElsewhereError
-from autoaccum._engine.due_checks import is_number_due
+from autoaccum._engine.due_checks import is_check_window
 from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.out_of_memory import Phase
@@ -404,7 +404,7 @@ class RankPeers(Peers):
         self._windows += 1
         knowledge = self._step.objective.knowledge
         self.samples_to_try, knowledge.counted = None, {}
-        if is_number_due(self._windows):
+        if is_check_window(self._windows):
             compare_weights(self.ranks, self._step)
             knows = knowledge.needs_no_check or (knowledge.is_torch_loss and knowledge.is_checked)
             self.samples_to_try = self._samples_to_try(window, sends=not knows)

@@ -124,8 +124,8 @@ class ShardedRankPeers(RankPeers):
         """Make the passes that others still have to make, and confirm that all have finished, as `RankPeers` does."""
         for _ in range(self._passes - given.micro_batches):
             self._pass_with_nothing()
-        if given.doubt is not None:
-            raise given.doubt
+        if given.deferred_error is not None:
+            raise given.deferred_error
         try:
             super().agree(given)
         except BeginAgain:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._records import Plan
-    from autoaccum._saving.savings import Rung
+    from autoaccum._saving.savings import SavingLevel
     from autoaccum._sizing.events import Events
     from autoaccum._system.notices import Notices
 
@@ -77,7 +77,7 @@ class GradientAccumulator:
         self._is_added = False
         self._engine: Engine | None = None  # runs batches, up to one that is larger than any that fitted
         self._entry = CacheEntry(step.memory)  # what the cache holds of them
-        self._rung: Rung = ()
+        self._rung: SavingLevel = ()
         self._looked_up: CacheEntry | None = None
 
     @property
@@ -120,7 +120,7 @@ class GradientAccumulator:
             if self._is_added:
                 error.add_note("autoaccum: the gradient of this batch is in .grad, so it must not be repeated")
             else:
-                with signals.held():
+                with signals.deferred():
                     for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
                         parameter.grad = gradient
             raise
@@ -137,11 +137,11 @@ class GradientAccumulator:
 
     # --- save_memory="auto" -------------------------------------------------------------------------------------------
 
-    def begin_rung(self, rung: Rung) -> None:
+    def begin_level(self, rung: SavingLevel) -> None:
         """Search for sizes with what saves memory from now on, or take those that an earlier run found with it."""
         self._rung, self._engine = rung, None
 
-    def look_up(self, window: Window) -> Rung:
+    def look_up(self, window: Window) -> SavingLevel:
         """Return what save_memory="auto" needed in an earlier run; call it before a batch, with the user's modules."""
         if self._engine is None or _is_outgrown(self._engine.sizing, window):
             self._looked_up = self._entry_of(window)
@@ -181,7 +181,7 @@ class GradientAccumulator:
 
     def _add(self) -> None:
         """Add to earlier gradients, which allocates nothing where there is no sum."""
-        with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
+        with signals.deferred():  # an interrupt would leave some gradients with this batch, and others without it
             self._is_added = True
             self._events.windows += 1
             if self._sums is None:
@@ -236,7 +236,7 @@ class GradientAccumulator:
             **experience,
         )
         asked = begins = plan(samples, most)
-        if known is not None and known.plan.micro_batch < known.cutter.set_plan.micro_batch:  # after failures
+        if known is not None and known.plan.micro_batch < known.cutter.target_plan.micro_batch:  # after failures
             begins = plan(samples, min(known.plan.micro_batch, asked.micro_batch))
         return Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
 

@@ -36,7 +36,7 @@ class AttributeState:
             for path, module in named_modules
         ]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore all."""
         for _, attributes, saved in self._saved:
             for name in _state_in(attributes).keys() - saved.keys():

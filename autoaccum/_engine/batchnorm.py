@@ -89,7 +89,7 @@ class BatchNorms:
             # Unchanged if the micro-batch is the window: the formula would round it.
             layer.momentum = momentum if share == 1.0 else 1.0 - (1.0 - momentum) ** share
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore every layer's momentum. Call after each window, whether it completed or failed."""
         for layer, momentum in self._own:
             layer.momentum = momentum

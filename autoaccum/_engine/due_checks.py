@@ -34,7 +34,7 @@ _EVERY = 1000
 _MOST_STRUCTURES = 256
 
 
-def is_number_due(number: int) -> bool:
+def is_check_window(number: int) -> bool:
     """Whether the window of this number is due: the first, second, fourth, ..., and then now and then."""
     return number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
 
@@ -87,7 +87,7 @@ class DueChecks:
         number = known.windows = known.windows + 1
         if self._has_changed():
             self._state, self._held, self._epoch = None, [], self._epoch + 1
-        return is_number_due(number) or known.epoch != self._epoch
+        return is_check_window(number) or known.epoch != self._epoch
 
     def is_first(self) -> bool:
         """Whether the window that `are_due` was asked about is the first of its structure."""

@@ -224,7 +224,7 @@ class GradientStep:
                 is_own = value is not loss.value or samples == into.samples
                 seen = value.detach() if is_own else value.detach().clone()
                 into.loss(loss.name).append(seen.nan_to_num() if loss.may_be_nan else seen)
-        if has_reported and into.doubt is None:
+        if has_reported and into.deferred_error is None:
             reported.note(losses, samples, weights, into.reported)
         if is_last:
             weights.leave()
@@ -251,15 +251,15 @@ class GradientStep:
         except (RecheckWindow, InvalidInputError) as error:
             if self.passes is None:
                 raise
-            if into.doubt is None:
+            if into.deferred_error is None:
                 found = error.error if isinstance(error, RecheckWindow) else error
-                into.doubt = found.with_traceback(None)  # which would keep the graph
+                into.deferred_error = found.with_traceback(None)  # which would keep the graph
             return loss.value.nan_to_num() * 0.0
         if value is None:
             if self.passes is not None:  # others wait for the backward pass
                 return loss.value.nan_to_num() * 0.0
             into.loss(loss.name).append(loss.value.new_zeros(()))
-            into.reached += leaves_of(loss.value)
+            into.skipped_leaves += leaves_of(loss.value)
         return value
 
 

@@ -63,9 +63,10 @@ class PartResult:
         reported: What values reported in addition to the losses add, as recorded by `reported.note`.
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
-        reached: What the gradient of losses in which nothing counts, and that had no backward pass, would have reached.
-        doubt: The error with which the training ends, since a loss cannot be weighted as planned; held back where
-            processes have to end passes together before they hear of it. These results do not count.
+        skipped_leaves: What gradients of losses in which nothing counts, and that had no backward pass, would have
+            reached.
+        deferred_error: The error with which the training ends, since a loss cannot be weighted as planned; held back
+            where processes have to end passes together before they hear of it. These results do not count.
         micro_batches: How many have run, not counted for `loss_scope="window"`.
     """
 
@@ -75,20 +76,20 @@ class PartResult:
     reported: dict[Slot, list[Any]] = field(default_factory=dict)
     spread: Spread | None = None
     outputs: list[Any] = field(default_factory=list)
-    reached: list[Tensor] = field(default_factory=list)
-    doubt: InvalidInputError | None = None
+    skipped_leaves: list[Tensor] = field(default_factory=list)
+    deferred_error: InvalidInputError | None = None
     micro_batches: int = 0
 
     def loss(self, name: str) -> list[Tensor]:
         """Return the list of what each micro-batch adds to a loss."""
         return self.losses.setdefault(name, LossSum([])).parts
 
-    def give_zeros(self) -> None:
-        """Give zeros to `reached` without a gradient: optimizers leave out parameters that have none."""
-        for tensor in self.reached:
+    def fill_zero_gradients(self) -> None:
+        """Give zeros to `skipped_leaves` without a gradient: optimizers leave out parameters that have none."""
+        for tensor in self.skipped_leaves:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
-        self.reached.clear()
+        self.skipped_leaves.clear()
 
     @property
     def slots(self) -> dict[Slot, Any]:

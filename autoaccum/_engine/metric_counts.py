@@ -29,7 +29,7 @@ def counted_by(metric: nn.Module) -> dict[str, tuple[Any, Any]]:
     return kept
 
 
-def put_back(attributes: dict[str, Any], counted: dict[str, tuple[Any, Any]]) -> None:
+def restore(attributes: dict[str, Any], counted: dict[str, tuple[Any, Any]]) -> None:
     for name, (value, content) in counted.items():
         if isinstance(content, Tensor):
             write(value, content)

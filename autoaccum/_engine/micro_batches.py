@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import copied
-from autoaccum._engine.due_checks import is_number_due
+from autoaccum._engine.due_checks import is_check_window
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
@@ -129,7 +129,7 @@ class MicroBatches:
                     at.done += size
             at.sizes = at.sizes[: earlier + len(sizes)]
         at.size, given.micro_batches = None, len(at.sizes)
-        if given.doubt is None and isinstance(weights, WindowWeights):
+        if given.deferred_error is None and isinstance(weights, WindowWeights):
             weights.finish()
             given.weights = weights
             given.spread = self._spread(first_norm[0], weights, window.samples) if first_norm else None
@@ -214,7 +214,7 @@ class MicroBatches:
         is_due = on_all is not None if is_part else checks_all
         if is_due and step.objective.knowledge.is_torch_loss:  # whatever the structure of windows
             self._windows_due += 1
-            is_due = is_number_due(self._windows_due)
+            is_due = is_check_window(self._windows_due)
         if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_due):
             return  # or determined together with the others
         knowledge = step.objective.knowledge
@@ -257,7 +257,9 @@ class MicroBatches:
             self._check_split(window, at.sizes)
         if self.peers.runs_forward_first() and not (totals is not None and totals.is_exact):
             totals = self.peers.totals_of(self._run_forward(window, at), window.samples)
-        return WindowWeights(knowledge, window, totals, has_to_pass=self._step.passes is not None, compares=checks_all)
+        return WindowWeights(
+            knowledge, window, totals, passes_together=self._step.passes is not None, compares=checks_all
+        )
 
     def _check_split(self, window: Window, sizes: Sequence[int]) -> None:
         """Reject a split whose weight does not add up, in the first window that is cut."""

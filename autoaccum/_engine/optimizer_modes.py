@@ -66,7 +66,7 @@ def evaluation_weights(
     try:
         yield modes.before
     finally:
-        modes.put_back()
+        modes.restore()
 
 
 class _Modes:
@@ -86,15 +86,15 @@ class _Modes:
         self._flags = [{name: one for name, one in kept.items() if isinstance(one, _FLAGS)} for kept in own]
 
     def evaluate(self) -> None:
-        with signals.held():
+        with signals.deferred():
             try:
                 _call("eval", self._optimizer)
             except BaseException:
                 self._undo()
                 raise
 
-    def put_back(self) -> None:
-        with signals.held():
+    def restore(self) -> None:
+        with signals.deferred():
             try:
                 _call("train", self._optimizer)  # which may keep its mode where `_undo` does not look
             finally:

@@ -310,7 +310,7 @@ class OptimizerCopy:
             for tensor, _, value in self._copies:
                 tensor.copy_(value)
         state, groups = tree_unflatten(self._leaves, self._form)
-        put_back(self._optimizer, zip(self._holders, state, strict=True), groups)
+        restore(self._optimizer, zip(self._holders, state, strict=True), groups)
         if self._scaler is not None and self._scaler_state is not None:
             self._scaler.load_state_dict(self._scaler_state)
         return True
@@ -337,7 +337,7 @@ def own_container(leaf: Any) -> Any:
     return copy.copy(leaf) if isinstance(leaf, dict | list | set) else leaf
 
 
-def put_back(
+def restore(
     optimizer: torch.optim.Optimizer, state: Iterable[tuple[Tensor, Any]], groups: list[dict[str, Any]]
 ) -> None:
     """Give an optimizer this state and these settings, in the objects that it has for them."""
@@ -396,7 +396,7 @@ class _Begun:
         if any(map(_moves_no_counters, optimizer.param_groups)) or _read_versions(self._tensors) != self._versions:
             return False
         kept = list(optimizer.state.items())[: self._holders]
-        put_back(optimizer, kept, self._settings)
+        restore(optimizer, kept, self._settings)
         return True
 
 
@@ -430,7 +430,7 @@ class _Written:
             return False
         if _read_versions(self._tensors) != self._versions:
             return False
-        put_back(self._optimizer, zip(self._holders, self._entries, strict=True), self._settings)
+        restore(self._optimizer, zip(self._holders, self._entries, strict=True), self._settings)
         return True
 
 

@@ -281,7 +281,7 @@ class Trials:
 
     def end(self) -> None:
         """Put everything back; tensors keep their identity."""
-        with signals.held():
+        with signals.deferred():
             self._step.drop_progress()
             self._optimizer.undo()
             for parameter, gradient in self._gradients:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autoaccum._data.random_state import RandomState, host_has_moved
 from autoaccum._engine.attribute_state import AttributeState
 from autoaccum._engine.dtensor import is_spread
-from autoaccum._engine.metric_counts import counted_by, is_metric, put_back
+from autoaccum._engine.metric_counts import counted_by, is_metric, restore
 from autoaccum._engine.tensor_values import address_of, are_same, is_plain, is_sparse, sum_of, write
 from autoaccum._loss.closures import used_by
 from autoaccum._oom import clear_traceback_frames, is_oom
@@ -104,7 +104,7 @@ class Savepoint:
         state = SavedState(self) if again is None else again
         if again is None or is_thorough or with_attributes:
             state.look()
-        state.take(
+        state.capture(
             copies_all=copies_all,
             is_thorough=is_thorough,
             of_host=with_host_random or is_thorough or self.host_moves,
@@ -149,10 +149,10 @@ class SavedState:
             self._parameters = []
         self._arranged = None
 
-    def take(self, *, copies_all: bool, is_thorough: bool, of_host: bool, with_attributes: bool) -> None:
+    def capture(self, *, copies_all: bool, is_thorough: bool, of_host: bool, with_attributes: bool) -> None:
         """Save the current state of what `look` has found; arguments as for `Savepoint.save`."""
         self._attributes = AttributeState(self._named_parts()) if with_attributes else None
-        self._random_states = self.random.take(of_host=of_host)
+        self._random_states = self.random.capture(of_host=of_host)
         # Of each metric its attributes, and what these were.
         self._counted = [(vars(metric), counted_by(metric)) for metric in self._metrics] if self._metrics else []
         arrangement = copies_all, len(self._savepoint.moving)
@@ -176,7 +176,7 @@ class SavedState:
         """Restore the state, and plain attributes that were saved if asked to; `damage` tells what could not be."""
         self._savepoint.unrestored = self
         if self._attributes is not None and with_attributes:
-            self._attributes.put_back()
+            self._attributes.restore()
         with torch.no_grad():
             self._made = set()
             for table, kept in zip(self._tables, self._kept, strict=True):
@@ -187,8 +187,8 @@ class SavedState:
                     table[name] = tensor
             self._savepoint.wrote({key: write(tensor, copy) for key, tensor, copy in self._copies()})
         for attributes, counted in self._counted:
-            put_back(attributes, counted)
-        self.random.put_back(self._random_states)
+            restore(attributes, counted)
+        self.random.restore(self._random_states)
         self._savepoint.unrestored = None
 
     def learn_moved(self) -> list[str]:

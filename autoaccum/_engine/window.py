@@ -163,7 +163,7 @@ class Engine:
         if not self.is_at_work:
             return
         if self._norms.rescales:
-            self._norms.put_back()
+            self._norms.restore()
         if self._window.versions() != self._versions_of_data:
             self._step.transfer.copy_always()
         self._given = None
@@ -213,8 +213,8 @@ class Engine:
                 )
             self.is_half_done = True
             given = self._run_checked(self._saved) if self.checks_all else self._run(self._saved)
-            if given.reached:
-                given.give_zeros()
+            if given.skipped_leaves:
+                given.fill_zero_gradients()
             self._given = given
             if self._norms.is_there and not self.sizing.is_learning:
                 self._norms.announce(self.at.sizes)  # only sizes that will be used again
@@ -368,7 +368,7 @@ class Engine:
     def restore(self) -> None:
         """Restore the state before the window."""
         step, at = self._step, self.at
-        with signals.held():
+        with signals.deferred():
             step.drop_progress()
             if self._saved is not None:
                 if step.optimizer_steps is not None:

@@ -262,9 +262,9 @@ class WholeWindow:
                 batch = next(feed)
                 self._step.stage.phase = Phase.FORWARD
                 if start in states:
-                    self._random.put_back(states[start])
+                    self._random.restore(states[start])
                 else:
-                    states[start] = self._random.take()
+                    states[start] = self._random.capture()
                 yield start, size, batch
                 del batch
                 start += size

@@ -160,7 +160,7 @@ class WindowRunner:
     def _step_optimizer(self) -> bool:
         """Step the optimizer, and move everything that moves with it; return whether the scaler skipped it."""
         self._rates = optimizers.learning_rates(self._step.optimizer)
-        with signals.held():  # inside the optimizer an interrupt would leave half an optimizer step
+        with signals.deferred():  # inside the optimizer an interrupt would leave half an optimizer step
             skipped = self._peers.commit()
             self.events.windows = self._number
             self._step.clear_gradients()

@@ -40,7 +40,7 @@ def expands() -> bool:
     return re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) is not None
 
 
-class OutOfMemoryError(Exception):
+class CapacityExceededError(Exception):
     """A block does not fit in the capacity."""
 
 
@@ -83,7 +83,7 @@ class CachingAllocator:
         """Allocate a block.
 
         Raises:
-            OutOfMemoryError: It does not fit even after the cache is flushed.
+            CapacityExceededError: It does not fit even after the cache is flushed.
         """
         size = max(BLOCK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = size <= SMALL_BYTES
@@ -139,7 +139,7 @@ class CachingAllocator:
         if self._capacity is not None and self.reserved_bytes + taken > self._capacity:
             self.release_cached()
             if self.reserved_bytes + taken > self._capacity:
-                raise OutOfMemoryError
+                raise CapacityExceededError
         self.reserved_bytes += taken
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         if last is not None and last.free:
@@ -206,7 +206,7 @@ def replay_step(timeline: Timeline, capacity_bytes: int | None = None) -> Cachin
             # Blocks that a step leaves allocated are freed before the next.
             for number in blocks.keys() - set(before):
                 allocator.free(blocks.pop(number))
-    except OutOfMemoryError:
+    except CapacityExceededError:
         return None
     return allocator
 
@@ -221,7 +221,7 @@ def replay(allocator: CachingAllocator, timeline: Timeline, events: list[int], b
         blocks: The allocated blocks by storage; updated.
 
     Raises:
-        OutOfMemoryError: A block does not fit.
+        CapacityExceededError: A block does not fit.
     """
     for event in events:
         if event >= 0:

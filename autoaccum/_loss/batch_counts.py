@@ -47,7 +47,7 @@ def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) 
 
 def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:
     """Return some counts of samples `start` to `stop` (exclusive) of a window, or all."""
-    parts = window.parts(start, stop) if window.is_nested else [(window.seen(start, stop), stop - start)]
+    parts = window.parts(start, stop) if window.is_nested else [(window.peek(start, stop), stop - start)]
     found = dict.fromkeys(wanted or (), 0.0)
     for batch, samples in parts:
         for count, number in counts_in(batch, samples, wanted).items():

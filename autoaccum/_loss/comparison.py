@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._loss.batch_counts import Count
-    from autoaccum._loss.graph_reader import ReadTerm
+    from autoaccum._loss.graph_reader import Summand
     from autoaccum._loss.observation import Observation
 
 # Passes of other random numbers differ by less than so many times what two of the same samples differ by, where that is
@@ -183,7 +183,7 @@ def are_same(number: int, runs: Sequence[Observation], tolerance: float) -> bool
     return norm > 0 and all(float((one - first).norm()) <= tolerance * (float(one.norm()) + norm) for one in others)
 
 
-def sum_of(summand: ReadTerm, run: Observation) -> Known:
+def sum_of(summand: Summand, run: Observation) -> Known:
     """Return a sum, which may be divided by a number of the batch."""
     weight = abs(float(summand.weight or 0.0))
     # Without a divisor the 1 is that of a plain sum, and a number of the batch is 1 by accident.
@@ -204,7 +204,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 # --- where no two parts of samples can be compared: nothing counts in one, or one sample fits -------------------------
 
 
-def by_graph(summand: ReadTerm) -> Known:
+def by_graph(summand: Summand) -> Known:
     """Return what the graph of some samples suggests of a summand."""
     if summand.weight is None:
         return Known(Reduction.UNCONFIRMED, Source.COUNTED, is_guess=True)
@@ -236,7 +236,7 @@ def is_told(number: int, guess: Known, runs: Sequence[Observation]) -> bool:
     )
 
 
-def _counts_nothing(summand: ReadTerm) -> bool:
+def _counts_nothing(summand: Summand) -> bool:
     """Whether nothing counts in a summand, by its graph: not where a mean over some number is multiplied by 0."""
     return summand.weight == 0.0 and not summand.divisor
 
@@ -258,7 +258,7 @@ def guess_of(runs: Sequence[Observation]) -> list[Known]:
 
 
 def of_singles(
-    by_summand: Sequence[Sequence[ReadTerm]], counts: Sequence[Mapping[Count, float]], whole: Observation
+    by_summand: Sequence[Sequence[Summand]], counts: Sequence[Mapping[Count, float]], whole: Observation
 ) -> list[Known]:
     """Return what the graphs of single samples suggest of summands.
 
@@ -275,7 +275,7 @@ def of_singles(
     return [_of_single(list(summands), counts) for summands in by_summand]
 
 
-def _is_constant(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> bool:
+def _is_constant(summands: Sequence[Summand], counts: Sequence[Mapping[Count, float]]) -> bool:
     """Whether a summand of several single samples is divided by one number, which is no count of theirs."""
     weights, divisors = [one.weight for one in summands], [float(one.divisor or 0.0) for one in summands]
     return (
@@ -287,7 +287,7 @@ def _is_constant(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, f
     )
 
 
-def _of_single(summands: Sequence[ReadTerm], counts: Sequence[Mapping[Count, float]]) -> Known:
+def _of_single(summands: Sequence[Summand], counts: Sequence[Mapping[Count, float]]) -> Known:
     """Return what the graphs of single samples suggest of a summand that may be a mean."""
     guess, weights = by_graph(summands[0]), [float(one.weight or 0.0) for one in summands]
     if guess.reduction is not Reduction.MEAN or any(one.weight is None for one in summands):

@@ -62,14 +62,14 @@ class Reads:
         key: The summand.
         knowledge: What is known of it; what the window shows beyond is added.
         window: The samples.
-        has_to_pass: Whether processes run passes together, and none may begin a window again by itself.
+        passes_together: Whether processes run passes together, and none may begin a window again by itself.
     """
 
-    def __init__(self, key: SummandKey, knowledge: LossKnowledge, window: Window, *, has_to_pass: bool) -> None:
+    def __init__(self, key: SummandKey, knowledge: LossKnowledge, window: Window, *, passes_together: bool) -> None:
         self._key = key
         self._knowledge = knowledge
         self._window = window
-        self._has_to_pass = has_to_pass
+        self._passes_together = passes_together
         # What max(1, n) gives where nothing counts, and max(k, n).
         self._clamps = {*self.known.hints.values(), self.known.least}
         self._reads: list[_Read] = []
@@ -216,14 +216,14 @@ class Reads:
             RecheckWindow: None of them does, for the first time in a window: a check is due of what does not fit.
         """
         hints = self.known.hints
-        if hints and not fit and not self._knowledge.now.was_asked and not self._has_to_pass:
+        if hints and not fit and not self._knowledge.now.was_asked and not self._passes_together:
             # It may be another function, or samples that were tried were alike by accident.
             odd = [[not _are_one(*one, pairs) for one in pairs] for pairs in compared.values()]
             parts = [read.part for read, is_odd in zip(reads, min(odd, key=sum), strict=True) if is_odd]
             self._knowledge.now.doubtful = [row for part in parts for row in range(part.start, part.stop)]
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             raise RecheckWindow(changed(self._key[0], how))
-        if hints and not fit and not self._knowledge.is_checked_now and not self._has_to_pass:
+        if hints and not fit and not self._knowledge.is_checked_now and not self._passes_together:
             self._knowledge.said.of_unchecked(self._key[0])
         if len(fit) < len(hints):
             self._knowledge.replace(self._key, hints={count: each for count, each in hints.items() if count in fit})

@@ -43,7 +43,7 @@ class _UnreadError(Exception):
 
 
 @dataclass(slots=True)
-class ReadTerm:
+class Summand:
     """A term of a loss.
 
     Attributes:
@@ -65,22 +65,22 @@ class ReadTerm:
     product: Any = None
     is_nonlinear: bool = False
 
-    def at(self, node: Any, weight: Any) -> ReadTerm:
+    def at(self, node: Any, weight: Any) -> Summand:
         """Return the same for another node and weight."""
-        return ReadTerm(node, weight, self.divisor, self.is_counted)
+        return Summand(node, weight, self.divisor, self.is_counted)
 
-    def ends(self, node: Any) -> list[ReadTerm]:
+    def ends(self, node: Any) -> list[Summand]:
         """Return this term alone, which is a sum over what a node gives."""
         self.end = node
         return [self]
 
 
-def read(loss: Tensor) -> list[ReadTerm]:
+def read(loss: Tensor) -> list[Summand]:
     """Return the terms of a loss."""
     node = loss.grad_fn
     if node is None:  # a parameter
-        return [ReadTerm(None, None)]
-    found = _read(node, ReadTerm(node, 1.0))
+        return [Summand(None, None)]
+    found = _read(node, Summand(node, 1.0))
     return found if len(found) == 1 else _merged(found)
 
 
@@ -109,10 +109,10 @@ def has_only_weights_of_0(node: Any) -> bool:
         return False
 
 
-def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
+def _merged(terms: list[Summand]) -> list[Summand]:
     """Return terms of which no two have the same node, since their gradients could not be told apart."""
     nodes = {id(term.node) for term in terms}
-    by_node: dict[int, ReadTerm] = {}
+    by_node: dict[int, Summand] = {}
     for term in terms:
         term.node = _shared(term, nodes)
         first = by_node.setdefault(id(term.node), term)
@@ -124,7 +124,7 @@ def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
     return left or terms[:1]
 
 
-def _shared(term: ReadTerm, nodes: set[int]) -> Any:
+def _shared(term: Summand, nodes: set[int]) -> Any:
     """Return the last node on the way to a term's elements that is another term's too, as of m in m + 0.5 * m."""
     node = shared = term.node
     while node is not None and node is not term.end:
@@ -143,7 +143,7 @@ def _together(one: Any, other: Any) -> Any:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def _read(node: Any, term: ReadTerm) -> list[ReadTerm]:
+def _read(node: Any, term: Summand) -> list[Summand]:
     """Follow a number to what it was computed from; `term` holds the divisors on the way from the loss."""
     try:
         return _reader_of(node.name())(node, term)
@@ -152,11 +152,11 @@ def _read(node: Any, term: ReadTerm) -> list[ReadTerm]:
         return [term]
 
 
-def _unknown(_: Any, __: ReadTerm) -> list[ReadTerm]:
+def _unknown(_: Any, __: Summand) -> list[Summand]:
     raise _UnreadError
 
 
-def _nonlinear(_: Any, term: ReadTerm) -> list[ReadTerm]:
+def _nonlinear(_: Any, term: Summand) -> list[Summand]:
     term.is_nonlinear = True
     raise _UnreadError
 
@@ -178,7 +178,7 @@ def _shape(node: Any, number: int) -> Any:
     return node.variable.shape if hasattr(node, "variable") else node._input_metadata[number].shape
 
 
-def _unchanged(node: Any, term: ReadTerm) -> list[ReadTerm]:
+def _unchanged(node: Any, term: Summand) -> list[Summand]:
     term.is_nonlinear = node.name().startswith("Where") and len(_inputs(node)) > 1
     inner, number, _ = _only_input(node)
     if math.prod(_shape(inner, number)) != 1:  # of which the number is one element
@@ -186,7 +186,7 @@ def _unchanged(node: Any, term: ReadTerm) -> list[ReadTerm]:
     return _read(inner, term)
 
 
-def _times(node: Any, term: ReadTerm) -> list[ReadTerm]:
+def _times(node: Any, term: Summand) -> list[Summand]:
     if len(_inputs(node)) > 1:
         return _product(node, term)
     inner, _, place = _only_input(node)
@@ -195,7 +195,7 @@ def _times(node: Any, term: ReadTerm) -> list[ReadTerm]:
     return _read(inner, term)
 
 
-def _product(node: Any, term: ReadTerm) -> list[ReadTerm]:
+def _product(node: Any, term: Summand) -> list[Summand]:
     """Read a sum or a mean times (or over) a number with a gradient of its own, as a learned weight of a task has one.
 
     That number cannot be read, or else is not counted.
@@ -203,7 +203,7 @@ def _product(node: Any, term: ReadTerm) -> list[ReadTerm]:
     if any(math.prod(_shape(inner, number)) != 1 for inner, number, _ in _inputs(node)):
         raise _UnreadError
     places = [place for *_, place in _inputs(node)]
-    read = [_read(inner, ReadTerm(term.node, term.weight, term.divisor)) for inner, *_ in _inputs(node)]
+    read = [_read(inner, Summand(term.node, term.weight, term.divisor)) for inner, *_ in _inputs(node)]
     known = [n for n, terms in enumerate(read) if len(terms) == 1 and terms[0].weight is not None]
     counted = [n for n in known if read[n][0].is_counted] or known
     if len(counted) != 1 or (node.name().startswith("Div") and places[counted[0]] == 1):
@@ -213,7 +213,7 @@ def _product(node: Any, term: ReadTerm) -> list[ReadTerm]:
     return [found]
 
 
-def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor], bool]) -> bool:
+def _scales(node: Any, place: int, term: Summand, is_number: Callable[[Tensor], bool]) -> bool:
     """Note the number that a node multiplies its only input by; return whether there is one."""
     kind = node.name()
     if kind.startswith("Neg"):
@@ -233,8 +233,8 @@ def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor],
     return True
 
 
-def _added(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    inputs, own = _inputs(node), list[ReadTerm]()
+def _added(node: Any, term: Summand) -> list[Summand]:
+    inputs, own = _inputs(node), list[Summand]()
     kind, alpha = node.name(), getattr(node, "_saved_alpha", 1)
     second = 0 if kind.startswith("Rsub") else 1
     for inner, _, place in inputs:
@@ -247,7 +247,7 @@ def _added(node: Any, term: ReadTerm) -> list[ReadTerm]:
     return _as_one(term, node, own)
 
 
-def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
+def _as_one(term: Summand, node: Any, parts: list[Summand]) -> list[Summand]:
     """Return parts of a sum, as one term if they are sums that are divided together, as those of chunks are."""
     if len(parts) > 1 and all(one.weight is term.weight for one in parts):
         return term.ends(node)
@@ -257,7 +257,7 @@ def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _summed(node: Any, term: ReadTerm) -> list[ReadTerm]:
+def _summed(node: Any, term: Summand) -> list[Summand]:
     """Read a sum or a mean over all elements, or over dimensions that have all of them."""
     inner, number, _ = _only_input(node)
     if node.name().startswith("Mean"):
@@ -265,13 +265,13 @@ def _summed(node: Any, term: ReadTerm) -> list[ReadTerm]:
     return _read_elements(inner, number, term)
 
 
-def _contraction(node: Any, term: ReadTerm) -> list[ReadTerm]:
+def _contraction(node: Any, term: Summand) -> list[Summand]:
     """Read a sum of products, of which one factor is constant."""
     _only_input(node)
     return term.ends(node)
 
 
-def _reduced(node: Any, term: ReadTerm) -> list[ReadTerm]:
+def _reduced(node: Any, term: Summand) -> list[Summand]:
     """Read a loss of torch: a sum, or a mean over targets that count, over rows for margins, or over elements."""
     if node._saved_reduction not in (_MEAN, _SUM):
         raise _UnreadError
@@ -301,7 +301,7 @@ def _total_weight(node: Any) -> float | Tensor:
 # --- what is reduced --------------------------------------------------------------------------------------------------
 
 
-def _read_elements(node: Any, number: int, term: ReadTerm) -> list[ReadTerm]:
+def _read_elements(node: Any, number: int, term: Summand) -> list[Summand]:
     """Follow a tensor whose elements are summed, as far as all of them are multiplied by the same number."""
     shape = _shape(node, number)
     if not shape:
@@ -309,7 +309,7 @@ def _read_elements(node: Any, number: int, term: ReadTerm) -> list[ReadTerm]:
     inputs, kind = _inputs(node), node.name().rstrip("0123456789")
     if kind in ("StackBackward", "CatBackward", "ExpandBackward"):
         if all(math.prod(_shape(inner, of_inner)) == 1 for inner, of_inner, _ in inputs):
-            own = list[ReadTerm]()
+            own = list[Summand]()
             for inner, *_ in inputs:  # of numbers; an expanded one is there several times
                 weight = _divided(term.weight, math.prod(shape)) if kind == "ExpandBackward" else term.weight
                 own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight))
@@ -326,7 +326,7 @@ def _read_elements(node: Any, number: int, term: ReadTerm) -> list[ReadTerm]:
     return term.ends(node)
 
 
-_BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
+_BY_NAME: dict[str, Callable[[Any, Summand], list[Summand]]] = {
     **dict.fromkeys(_UNCHANGED, _unchanged),
     **dict.fromkeys(("Neg", "Mul", "Div"), _times),
     **dict.fromkeys(("Add", "Sub", "Rsub"), _added),
@@ -340,7 +340,7 @@ _BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
 
 
 @functools.cache
-def _reader_of(kind: str) -> Callable[[Any, ReadTerm], list[ReadTerm]]:
+def _reader_of(kind: str) -> Callable[[Any, Summand], list[Summand]]:
     """Return what reads nodes of a name."""
     return _BY_NAME.get(kind.rstrip("0123456789").removesuffix("Backward"), _unknown)
 
@@ -364,7 +364,7 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
     return [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
 
 
-def stop(term: ReadTerm, but: ReadTerm | None = None) -> list[Any]:
+def stop(term: Summand, but: Summand | None = None) -> list[Any]:
     """Let no gradient of a term pass, `but` for what it shares with another; return the handles of the hooks.
 
     A division by 0, which would make NaN of 0, is between its two ends.

@@ -18,7 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import counts_in
-from autoaccum._loss.graph_reader import ReadTerm, leaves_of, nodes_of, read, stop
+from autoaccum._loss.graph_reader import Summand, leaves_of, nodes_of, read, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class Observation:
 
     samples: int
     value: float
-    summands: list[ReadTerm]
+    summands: list[Summand]
     gradients: Tensor
     counts: Mapping[Count, float]
     numbers: Mapping[Path, float]
@@ -105,10 +105,10 @@ def observe(
     )
 
 
-def summands_on_host(loss: LossValue) -> list[ReadTerm]:
+def summands_on_host(loss: LossValue) -> list[Summand]:
     """Return the summands of a loss, with their weights as numbers: 0 for what is multiplied by 0 and is not there."""
     if loss.weight is not None:
-        return [ReadTerm(loss.value.grad_fn, float(loss.weight))]
+        return [Summand(loss.value.grad_fn, float(loss.weight))]
     summands = read(loss.value)
     for one in summands:
         one.weight = None if one.weight is None else 0.0 if math.isinf(one.weight) else float(one.weight)
@@ -117,7 +117,7 @@ def summands_on_host(loss: LossValue) -> list[ReadTerm]:
 
 
 @contextmanager
-def only(summands: Sequence[ReadTerm], number: int) -> Iterator[None]:
+def only(summands: Sequence[Summand], number: int) -> Iterator[None]:
     """Let the gradient of a single summand pass."""
     handles = [
         handle for place, one in enumerate(summands) if place != number for handle in stop(one, but=summands[number])

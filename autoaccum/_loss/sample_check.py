@@ -20,7 +20,7 @@ from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import counts_in, counts_of
 from autoaccum._loss.comparison import are_same, by_graph, compare, guess_of, is_told, of_singles, says_nothing
-from autoaccum._loss.graph_reader import ReadTerm
+from autoaccum._loss.graph_reader import Summand
 from autoaccum._loss.loss_values import check_weights, no_mean, not_finite
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
@@ -297,7 +297,7 @@ class LossCheck:
                 if one.reduction is not Reduction.MEAN and len(runs) > 1 and are_same(number, runs, self.tolerance):
                     found[name][number] = replace(BY_SAMPLES, reduction=Reduction.CONSTANT)
 
-    def _read_alone(self, source: Pass, cut: Any) -> dict[str, list[ReadTerm]]:
+    def _read_alone(self, source: Pass, cut: Any) -> dict[str, list[Summand]]:
         """Return the summands of each loss of one sample, without their graphs."""
         losses = [one for one in self._losses(source, cut, 1) if one.weight is None and not one.is_reported]
         return {
@@ -418,7 +418,7 @@ def _part_of(
         return own
     other = next(iter(part.values()), None)
     number, counts = (sample.samples, {}) if other is None else (other.samples, other.counts)
-    summands, gradients = [ReadTerm(None, 0.0) for _ in whole.summands], torch.zeros_like(whole.gradients)
+    summands, gradients = [Summand(None, 0.0) for _ in whole.summands], torch.zeros_like(whole.gradients)
     return replace(whole, samples=number, value=0.0, summands=summands, gradients=gradients, counts=counts)
 
 

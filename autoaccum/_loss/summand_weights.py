@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._loss.batch_counts import Count
-    from autoaccum._loss.graph_reader import ReadTerm
+    from autoaccum._loss.graph_reader import Summand
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
     from autoaccum._loss.summands import SummandKey
@@ -38,7 +38,7 @@ class SummandWeights:
         predicted: What `predicted` gives for all samples of which these are a part, or its weight W; None if these are
             all.
         has_unit: Whether `predicted` counts something that has a weight; otherwise it is a weight, or any power of it.
-        has_to_pass: Whether processes run passes together, and none may begin a window again by itself.
+        passes_together: Whether processes run passes together, and none may begin a window again by itself.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SummandWeights:
         predicted: float | None,
         *,
         has_unit: bool = False,
-        has_to_pass: bool = False,
+        passes_together: bool = False,
     ) -> None:
         self.key = key
         self._knowledge = knowledge
@@ -58,7 +58,7 @@ class SummandWeights:
         by_window = 0.0 if predicted is not None else _by_hint(self._hint, window) or _by_check(self.known, window)
         self._predicted = predicted or by_window or 1.0
         self._has_unit = has_unit
-        self._reads = Reads(key, knowledge, window, has_to_pass=has_to_pass)
+        self._reads = Reads(key, knowledge, window, passes_together=passes_together)
         self.found: list[float | Tensor] = []
         self.divisor: Any = 1.0  # what the last micro-batch was divided by
         self._fixed: float | None = None  # P, once a micro-batch was divided by it
@@ -105,7 +105,7 @@ class SummandWeights:
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
-    def add(self, loss: LossValue, summand: ReadTerm, part: MicroBatch) -> Any:
+    def add(self, loss: LossValue, summand: Summand, part: MicroBatch) -> Any:
         """Note the weight of a summand; return what its value has been divided by, which may be max(k, n) of n.
 
         Raises:
@@ -127,7 +127,7 @@ class SummandWeights:
         self.divisor = divisor
         return divisor
 
-    def counts_as(self, summand: ReadTerm, part: MicroBatch) -> bool:
+    def counts_as(self, summand: Summand, part: MicroBatch) -> bool:
         """Whether the weight of a summand is one of the counts that have been its weight."""
         hints, number = self.known.hints, (summand.divisor if self.known.per_divisor else None) or summand.weight
         return isinstance(number, float) and any(
@@ -155,7 +155,7 @@ class SummandWeights:
         first = min(numbers)
         return numbers[first] * known.hints[first] * (known.per_divisor or 1.0)
 
-    def _read(self, loss: LossValue, known: Known, summand: ReadTerm, part: MicroBatch) -> float:
+    def _read(self, loss: LossValue, known: Known, summand: Summand, part: MicroBatch) -> float:
         """Return the weight of a mean by its graph; 0 for what is multiplied by 0."""
         weight, divisor = float(summand.weight), float(summand.divisor or 0.0)
         if math.isnan(weight):
@@ -185,7 +185,7 @@ class SummandWeights:
 
     # --- sums ---------------------------------------------------------------------------------------------------------
 
-    def compare_sum(self, summand: ReadTerm, part: MicroBatch) -> None:
+    def compare_sum(self, summand: Summand, part: MicroBatch) -> None:
         """Warn if a sum is divided by different numbers; where it is 0, nothing counts."""
         weight = summand.weight
         if part.batch is not None and self.known.hints:

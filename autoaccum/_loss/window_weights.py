@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from autoaccum._loss.explaining import MicroBatch
-from autoaccum._loss.graph_reader import ReadTerm, has_only_weights_of_0, read, stop, weight_at_once
+from autoaccum._loss.graph_reader import Summand, has_only_weights_of_0, read, stop, weight_at_once
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.known_shares import Number
 from autoaccum._loss.settling import PartWeights, settle
@@ -44,8 +44,8 @@ class WindowWeights:
         knowledge: What is known of the losses; what the micro-batches show beyond is added to it.
         window: The samples.
         totals: Of the whole window, of which these samples are a part, or of an earlier pass; None if not known.
-        has_to_pass: Whether processes run passes together: a loss in which nothing counts has a backward pass all the
-            same, and nothing that one of them reads makes its predictions differ from the others'.
+        passes_together: Whether processes run passes together: a loss in which nothing counts has a backward pass all
+            the same, and nothing that one of them reads makes its predictions differ from the others'.
         compares: Whether what cross entropy counts is compared with what the batch counts, which it seldom differs
             from.
 
@@ -59,14 +59,14 @@ class WindowWeights:
         window: Window,
         totals: Totals | None = None,
         *,
-        has_to_pass: bool = False,
+        passes_together: bool = False,
         compares: bool = True,
     ) -> None:
         self._knowledge = knowledge
         self._window = window
         self._samples = window.samples if totals is None else totals.samples
         self._is_exact = totals is not None and totals.is_exact
-        self._has_to_pass = has_to_pass
+        self._passes_together = passes_together
         self._totals = None if totals is None else totals.weights
         self._weights: dict[SummandKey, SummandWeights] = {}
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
@@ -134,18 +134,18 @@ class WindowWeights:
             # What all processes have to divide by alike is known before any of them reads a loss.
             total = None if self._totals is None else self._totals.get(key, power_of_two(self._samples))
             # That of a single summand is an exact count: what it is multiplied by cancels out at the end.
-            has_unit = not self._is_exact and not self._has_to_pass and len(self._knowledge.items()) > 1
+            has_unit = not self._is_exact and not self._passes_together and len(self._knowledge.items()) > 1
             self._weights[key] = SummandWeights(
                 key,
                 self._knowledge,
                 self._window,
                 total,
                 has_unit=has_unit,
-                has_to_pass=self._has_to_pass,
+                passes_together=self._passes_together,
             )
         return self._weights[key]
 
-    def _summands(self, loss: LossValue, known: Sequence[Known]) -> list[ReadTerm]:
+    def _summands(self, loss: LossValue, known: Sequence[Known]) -> list[Summand]:
         """Return the summands of a loss, with their weights on the host if there are several or a divisor.
 
         Raises:
@@ -154,9 +154,9 @@ class WindowWeights:
         (first, *others), is_stated = known, self._knowledge.is_stated
         is_counted = first.source is Source.COUNTED and first.reduction is Reduction.MEAN
         if not others and (first.source is Source.STATED or is_counted or (is_stated and not first.is_weighed)):
-            return [ReadTerm(loss.value.grad_fn, None)]  # without a look at its graph
+            return [Summand(loss.value.grad_fn, None)]  # without a look at its graph
         if not others and first.reduction is Reduction.MEAN and (weight := weight_at_once(loss.value)):
-            return [ReadTerm(loss.value.grad_fn, weight)]
+            return [Summand(loss.value.grad_fn, weight)]
         summands = read(loss.value)
         if self._knowledge.is_torch_loss:
             summands = summands[:1]  # all have the same divisor
@@ -172,7 +172,7 @@ class WindowWeights:
             self._compare_graphs(loss.name, known, summands)
         return summands
 
-    def _compare_graphs(self, name: str, known: Sequence[Known], summands: Sequence[ReadTerm]) -> None:
+    def _compare_graphs(self, name: str, known: Sequence[Known], summands: Sequence[Summand]) -> None:
         """Compare how a loss is computed with what it was in windows that were checked.
 
         Raises:
@@ -192,7 +192,7 @@ class WindowWeights:
         if is_new:
             raise RecheckWindow(changed(name, "ends in other operations than when it was checked"))
 
-    def _factor(self, loss: LossValue, number: int, known: Known, summand: ReadTerm) -> float | Tensor:
+    def _factor(self, loss: LossValue, number: int, known: Known, summand: Summand) -> float | Tensor:
         """Return what a summand is multiplied by: w / P, or 1 for a sum."""
         weights = self._of((loss.name, number))
         if not known.is_weighed:
@@ -206,7 +206,7 @@ class WindowWeights:
         return divisor / weights.fix()
 
     def _scaled(
-        self, loss: LossValue, summands: Sequence[ReadTerm], factors: Sequence[float | Tensor], *, has_sum: bool
+        self, loss: LossValue, summands: Sequence[Summand], factors: Sequence[float | Tensor], *, has_sum: bool
     ) -> Tensor | None:
         """Return a loss with its summands multiplied by their factors, which its backward pass applies."""
         value, first = loss.value, factors[0]
@@ -220,7 +220,7 @@ class WindowWeights:
         if empty and self._knowledge.summands[loss.name][0].source is not Source.COUNTED:
             self._note_nothing(loss, empty)
         if all(factor == first or is_same(factor, first, 1e-12) for factor in factors):  # type: ignore[arg-type]
-            for one in summands if empty and self._has_to_pass else ():
+            for one in summands if empty and self._passes_together else ():
                 stop(one)
             return None if empty else value if first == 1.0 else value * first
         # The number is reported by samples; beside a sum, once in each micro-batch.
@@ -233,7 +233,7 @@ class WindowWeights:
                 stop(one)
         return value * share
 
-    def _note_nothing(self, loss: LossValue, empty: Sequence[ReadTerm]) -> None:
+    def _note_nothing(self, loss: LossValue, empty: Sequence[Summand]) -> None:
         """Note whether a loss in which nothing counts exists, as one divided by max(1, n) does.
 
         Raises:
@@ -332,7 +332,7 @@ class WindowWeights:
         return sizes, sum(sizes) / self._samples
 
 
-def _compiled(summands: Sequence[ReadTerm]) -> str:
+def _compiled(summands: Sequence[Summand]) -> str:
     """Return what to say where a loss is compiled code; "" if it is not."""
     is_compiled = any(one.weight is None and one.end is not None and one.end.name() == _COMPILED for one in summands)
     return "has a graph that cannot be read, as compiled code has none" if is_compiled else ""

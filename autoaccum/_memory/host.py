@@ -112,7 +112,7 @@ class HardLimit:
             _set_soft(bound, self._before)
             yield
         finally:
-            with signals.held():
+            with signals.deferred():
                 self._block = None
                 if self._bound is not None:
                     self._bound = None
@@ -240,7 +240,7 @@ class Host(MemoryBackend):
                 # Checked before the warm-up, which would itself run out of memory.
                 if held >= bound:
                     raise self._no_room(limit_bytes, held, bound)
-            with signals.held():
+            with signals.deferred():
                 _warm_up()
         self.release()
         self._held_then, self._granted_bytes, self._data_then, self._data_bytes = _anonymous(), 0, None, 0

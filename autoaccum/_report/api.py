@@ -37,7 +37,7 @@ from autoaccum._loss.loss_sources import check_loss_reduction
 from autoaccum._memory.limits import parse_size
 from autoaccum._oom import clear_traceback_frames, first_line
 from autoaccum._report import Report
-from autoaccum._report.capacity import Asked, measure_on, predict
+from autoaccum._report.capacity import Question, measure_on, predict
 from autoaccum._report.loaders import first_batches, samples_of
 from autoaccum._report.records import Measured, Predicted, Subject
 from autoaccum._report.remedies import adapts_of, are_due, kernels_of, names_in, suggested
@@ -154,7 +154,7 @@ def preflight(
     limits_gpus = backend is None or backend.device.type != "cpu"
     if memory_limit is not None and among and not limits_gpus:
         notices.say(f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the GPUs are not limited")
-    asked = Asked(batch, share, most, memory_limit, loss_scope)
+    asked = Question(batch, share, most, memory_limit, loss_scope)
     on_rank = _rank_of(made, ranks, fsdp)
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
     calls = Calls(made, loss, forward=forward, split=split, notices=notices)
@@ -251,7 +251,7 @@ def _largest_of(batch: Any, loader: Iterable[Any] | None, notices: Notices) -> A
 
 
 def _measured(
-    asked: Asked,
+    asked: Question,
     backend: MemoryBackend,
     put_together: Callable[[], TrainingStep],
     save_memory: str | Sequence[str] | None,
@@ -273,7 +273,7 @@ def _measured(
 
 
 def _with_footprint(
-    asked: Asked, model: nn.Module, way: Mapping[str, Any], measured: Measured, notices: Notices
+    asked: Question, model: nn.Module, way: Mapping[str, Any], measured: Measured, notices: Notices
 ) -> tuple[Measured, Estimate | None]:
     """Trace the step that was measured, to see what holds its memory; not if that cannot be done on fake tensors."""
     kind = kernels_of(measured)
@@ -351,11 +351,11 @@ def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_me
     if callable(model) and not isinstance(model, nn.Module):
         check_call("model", model, "")
         random = RandomState(torch.device("cpu"))
-        before = random.take()
+        before = random.capture()
         try:
             made = built_on_meta(model, notices) if on_meta else model()
         finally:
-            random.put_back(before)
+            random.restore(before)
     if not isinstance(made, nn.Module):
         raise InvalidInputError(
             f"model={shown(model)} must be a torch.nn.Module, or a function without arguments that makes one"
@@ -365,7 +365,7 @@ def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_me
 
 
 def _predicted(
-    asked: Asked,
+    asked: Question,
     gpus: Sequence[GPU],
     model: nn.Module,
     precision: str,
@@ -396,7 +396,7 @@ def _predicted(
 
 
 def _remedies(
-    asked: Asked,
+    asked: Question,
     found: Sequence[tuple[Measured | Predicted, Estimate | None]],
     model: nn.Module,
     names: Sequence[str],

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """The question about a job, independent of the device.
 
     Attributes:
@@ -56,7 +56,7 @@ class Asked:
 
 
 def measure_on(
-    asked: Asked, memory: MemoryBackend, put_together: Callable[[], TrainingStep]
+    asked: Question, memory: MemoryBackend, put_together: Callable[[], TrainingStep]
 ) -> tuple[Measured, tuple[str, ...]]:
     """Measure what fits on a device, and rehearse the plan there.
 
@@ -95,7 +95,7 @@ def measure_on(
 
 
 def _rehearsed(
-    asked: Asked, step: TrainingStep, device: DeviceFacts, found: ProbeResult, limit_bytes: int | None
+    asked: Question, step: TrainingStep, device: DeviceFacts, found: ProbeResult, limit_bytes: int | None
 ) -> tuple[Measured, tuple[str, ...]]:
     chosen = asked.plan(found.micro_batch, found.trials)
     measured = Measured(
@@ -143,7 +143,7 @@ def _facts(memory: MemoryBackend, arrived: MemoryReading, room_bytes: int, limit
     )
 
 
-def predict(asked: Asked, gpu: GPU, precision: str, estimate: Estimate) -> Predicted:
+def predict(asked: Question, gpu: GPU, precision: str, estimate: Estimate) -> Predicted:
     """Predict what would fit on a GPU.
 
     Args:
@@ -180,7 +180,7 @@ def predict(asked: Asked, gpu: GPU, precision: str, estimate: Estimate) -> Predi
     )
 
 
-def _planned(asked: Asked, estimate: Estimate, largest: int, room_bytes: int) -> Plan | None:
+def _planned(asked: Question, estimate: Estimate, largest: int, room_bytes: int) -> Plan | None:
     """Return the cut in micro-batches of at most `largest` whose own step fits; None if none does.
 
     A step of fewer samples may not fit where the largest does: fragments of the cache differ.

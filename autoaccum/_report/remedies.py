@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.fake_step import Adapt
     from autoaccum._estimate.trace import Estimate
-    from autoaccum._report.capacity import Asked
+    from autoaccum._report.capacity import Question
     from autoaccum._report.records import Measured
     from autoaccum._system.notices import Notices
 
@@ -37,7 +37,7 @@ _ANY_GPU = Simulated(2**50, torch.device("cuda", 0))
 
 
 def suggested(
-    asked: Asked, found: Measured | Predicted, unchanged: Estimate, model: nn.Module, names: Sequence[str] = ()
+    asked: Question, found: Measured | Predicted, unchanged: Estimate, model: nn.Module, names: Sequence[str] = ()
 ) -> tuple[tuple[Remedy, ...], list[str]]:
     """Return what saves memory, the most effective first, and the names with which the user's model fails, and why.
 

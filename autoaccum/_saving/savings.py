@@ -40,14 +40,14 @@ AUTO = "auto"
 # What another rung may avoid: not one sample fits, or the model or its loss does not bear what is in force.
 AVOIDABLE = (DoesNotFitError, SavingRefusedError, CheckpointError)
 # What is in force together, by names of `save_memory`.
-Rung = tuple[str, ...]
+SavingLevel = tuple[str, ...]
 
 
 class Savings:
-    """Saves memory in steps. Ranks climb each by itself.
+    """Saves memory in steps. Ranks escalate each by itself.
 
     Attributes:
-        is_auto: Whether to climb.
+        is_auto: Whether to escalate.
         names: What saves memory in the next step, in order.
     """
 
@@ -58,16 +58,16 @@ class Savings:
         self._memory = memory
         self._notices = notices
         self.is_auto = AUTO in names
-        self.names: Rung = () if self.is_auto else tuple(names)
+        self.names: SavingLevel = () if self.is_auto else tuple(names)
         for name in self.names:
             check_place(name, modules)
         self._left: list[str] = []
-        self._ways: Rung = ()  # in words
+        self._ways: SavingLevel = ()  # in words
         self._reason = ""  # why something else is in force from the next step on
         if self.is_auto:
             self.begin()
 
-    def begin(self, known: Rung | None = None) -> None:
+    def begin(self, known: SavingLevel | None = None) -> None:
         """Begin with what an earlier run has needed, if it can be had here; only with "auto"."""
         self._left = [name for name in SAVINGS if not _left_out(name, self._modules, self._memory)]
         self.names = known if known and list(known) == [name for name in self._left if name in known] else ()
@@ -93,14 +93,14 @@ class Savings:
         self,
         work: Callable[[], _T],
         *,
-        on_climb: Callable[[], object] = lambda: None,
+        on_escalate: Callable[[], object] = lambda: None,
         is_past_return: Callable[[], bool] = lambda: False,
     ) -> _T:
         """Do work with what saves memory, and again with more where that may avoid its error.
 
         Args:
             work: A step.
-            on_climb: Called before it is done again, with modules as they were.
+            on_escalate: Called before it is done again, with modules as they were.
             is_past_return: Whether work that has failed must not be done again.
         """
         while True:
@@ -113,7 +113,7 @@ class Savings:
                 clear_traceback_frames(error)
             # After the handler: inside it the traceback still pins the activations.
             self._memory.release()
-            on_climb()
+            on_escalate()
 
     def _climbs(self, error: Exception) -> bool:
         """Save memory in another way from the next step on; return whether one may avoid an error of `AVOIDABLE`.
@@ -122,7 +122,7 @@ class Savings:
         """
         before = self.names
         if self.is_auto:
-            self._climb(error)
+            self._escalate(error)
         if self.names == before:
             if self._ways:
                 error.add_note(f"autoaccum: in force already: {'; '.join(self._ways)}")
@@ -133,7 +133,7 @@ class Savings:
             self._reason = "not even one sample fits"
         return True
 
-    def _climb(self, error: Exception) -> None:
+    def _escalate(self, error: Exception) -> None:
         if not isinstance(error, DoesNotFitError):
             says = f"save_memory={CHECKPOINT!r}" if isinstance(error, CheckpointError) else str(error)
             kept = tuple(name for name in self.names if not says.startswith(f"save_memory={name!r}"))

@@ -116,7 +116,7 @@ class Clock:
                 self._tempo.note((self._ended_at or time.perf_counter()) - self._began_at, work)
             self._follow(self._tempo)
             return True
-        if self.starts_after is None or self._windows < self.starts_after or cutter.plan != cutter.set_plan:
+        if self.starts_after is None or self._windows < self.starts_after or cutter.plan != cutter.target_plan:
             return False
         self.starts_after = None
         self._start()
@@ -140,7 +140,7 @@ class Clock:
             cutter.time(cutter.plan_of(tempo.size))
             return
         self._tempo, before = None, cutter.plan
-        cutter.set(cutter.plan_of(tempo.size))
+        cutter.replace_plan(cutter.plan_of(tempo.size))
         if cutter.plan != before:
             cutter.events.planned(cutter.plan, None)
         self.fastest = cutter.plan

@@ -31,7 +31,7 @@ class Cutter:
 
     Attributes:
         plan: The current plan, for samples as wide as those that it was made for.
-        set_plan: The plan that sizes grow back to.
+        target_plan: The plan that sizes grow back to.
         timed: The plan in place of the current one while it is timed; None otherwise.
         compared_to: The largest size whose windows were timed; 0 if none was.
         frontier: What is known to fit.
@@ -50,7 +50,7 @@ class Cutter:
     ) -> None:
         found = cutting.frontier if cutting.is_found else None
         self.frontier = found or wanted.frontier
-        self.plan = self.set_plan = cutting.largest_plan
+        self.plan = self.target_plan = cutting.largest_plan
         self.timed: Plan | None = None
         self.compared_to = cutting.compared_to
         self.widths: Widths | None = None
@@ -74,9 +74,9 @@ class Cutter:
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
-    def set(self, plan: Plan) -> None:
+    def replace_plan(self, plan: Plan) -> None:
         """Begin anew with a plan."""
-        self.plan = self.set_plan = plan
+        self.plan = self.target_plan = plan
         self.timed = self._shrunk = self._sizes = None
         self._backoffs.clear()
         self._limits.clear()
@@ -141,7 +141,7 @@ class Cutter:
         if self.wanted.by_width:
             most = self._within_memory(widths, most)
         else:
-            most = min(most, max(self.set_plan.micro_batch, self.wanted.fits))
+            most = min(most, max(self.target_plan.micro_batch, self.wanted.fits))
         return self._backoffs.limit(widths, self.capped(most))
 
     def _within_memory(self, widths: Widths, most: int) -> int:
@@ -225,9 +225,9 @@ class Cutter:
         before = self._widths_before
         self.widths = widths if before is None or len(before) != len(widths) else before
         if self.wanted.by_width and not is_learning and not self.frontier.fits:
-            self.frontier.note(max(self.set_plan.micro_batch, self.wanted.fits), widths)
+            self.frontier.note(max(self.target_plan.micro_batch, self.wanted.fits), widths)
         if self._shrunk is not None:
-            self.grow_later(self.set_plan, self._shrunk.micro_batch)
+            self.grow_later(self.target_plan, self._shrunk.micro_batch)
             self._shrunk = None
 
     # --- after failures -----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Cutter:
     def fail(self, failed: int, widths: Widths) -> bool:
         """Make micro-batches smaller whose samples are at least as wide; return whether there are smaller ones."""
         is_plans = widths == self.widths or not self.wanted.by_width
-        largest = self.set_plan.micro_batch if is_plans else failed
+        largest = self.target_plan.micro_batch if is_plans else failed
         if not self._backoffs.fail(widths, failed, target_batch=self.plan.target_batch, largest=largest):
             return False
         if self.wanted.by_width:
@@ -246,7 +246,7 @@ class Cutter:
     def grow_later(self, plan: Plan, size: int) -> None:
         """Begin with a size, and grow to that of a plan later."""
         assert self.widths is not None
-        self.set_plan = plan
+        self.target_plan = plan
         backoff = self._backoffs.begin(self.widths, plan.target_batch, plan.micro_batch)
         backoff.grow(size)
         backoff.stay()
@@ -267,10 +267,10 @@ class Cutter:
         """Let the plan be what the sizes of its widths have come to."""
         self._sizes = None
         self._limits.clear()
-        size = self.set_plan.micro_batch
+        size = self.target_plan.micro_batch
         if self.widths is not None:
             size = self._backoffs.limit(self.widths, size)
-        plan = self.set_plan if size == self.set_plan.micro_batch else self.plan_of(size)
+        plan = self.target_plan if size == self.target_plan.micro_batch else self.plan_of(size)
         if plan != self.plan:
             self.plan = plan
             self.events.planned(plan, None)

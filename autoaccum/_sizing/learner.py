@@ -123,7 +123,7 @@ class Learner:
         if self.search.is_done:
             self._conclude(sizes, held_bytes)
         else:
-            self._cutter.set(self._cutter.plan_of(max(sizes)))
+            self._cutter.replace_plan(self._cutter.plan_of(max(sizes)))
 
     def _note(self, trial: Trial, widths: Widths) -> None:
         """Record and report a trial if it adds information: a size below one that fits rarely does."""
@@ -154,7 +154,7 @@ class Learner:
             None if line is None else max(0, int(held_bytes + line.fixed_bytes)),
             None if line is None else int(line.bytes_per_sample),
         )
-        cutter.set(cutter.plan_of(largest))
+        cutter.replace_plan(cutter.plan_of(largest))
         if begun_with is not None and begun_with < sure:
             cutter.compared_to = sure  # by the clock of an earlier run
         frontier.forgive()

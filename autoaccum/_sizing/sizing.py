@@ -77,7 +77,7 @@ class Sizing:
         cutter = self.cutter
         return Cutting(
             cutter.plan,
-            cutter.set_plan,
+            cutter.target_plan,
             cutter.frontier,
             is_found=not self.is_learning,
             is_timed=self.clock.is_over,
@@ -101,15 +101,15 @@ class Sizing:
         """Whether nothing is to be learned from windows that do not run out of memory: sizes stay as they are."""
         return not (self.learner.is_active or self.cutter.is_shrunk or self._is_measuring) and self.clock.is_over
 
-    def set(self, plan: Plan) -> None:
+    def replace_plan(self, plan: Plan) -> None:
         """Set a plan chosen by the caller."""
         self.learner.is_active = False
         self.clock.stop()
-        self.cutter.set(plan)
+        self.cutter.replace_plan(plan)
 
     def grow_to(self, size: int) -> None:
         """Set a larger size chosen by the caller, and report it."""
-        self.set(self.cutter.plan_of(size))
+        self.replace_plan(self.cutter.plan_of(size))
         self.cutter.events.planned(self.plan, None)
 
     # --- one window ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Sizing:
         packs = getattr(window.split, "packs", None)
         if self._wanted.by_width and not self._wanted.is_uniform and packs not in (None, cutter.frontier.packs):
             cutter.frontier.begin_anew(packs=packs)
-            cutter.set(cutter.plan)
+            cutter.replace_plan(cutter.plan)
             cutter.widths, self.learner = None, Learner(cutter)
             is_learning = self.is_learning
         cutter.begin(window.widths(), is_learning=is_learning)

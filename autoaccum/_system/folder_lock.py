@@ -95,7 +95,7 @@ class FolderLock:
     def _attempt(self, say: Callable[[str], None]) -> str | None:
         """Take the lock, or return its holder."""
         try:
-            with signals.held():  # a descriptor that is lost would keep the lock
+            with signals.deferred():  # a descriptor that is lost would keep the lock
                 return self._taken(say)
         except OSError as error:
             raise self._cannot_be_used(error) from error

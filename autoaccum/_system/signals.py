@@ -1,6 +1,6 @@
 """Delays signals while they would do harm: inside an optimizer step, or before a checkpoint is written.
 
-`held` is for short blocks, `Watch` for a whole training. Python runs handlers in the main thread only, so
+`deferred` is for short blocks, `SignalGuard` for a whole training. Python runs handlers in the main thread only, so
 in other threads they do nothing.
 """
 
@@ -32,7 +32,7 @@ def can_be_handled() -> bool:
 
 
 # The blocks that hold signals back now, and the signals that came meanwhile.
-_holding: set[held] = set()
+_holding: set[deferred] = set()
 _arrived: list[int] = []
 
 
@@ -54,7 +54,7 @@ class _Wrapper:
             self.handler(number, frame)
 
 
-class held:  # noqa: N801 - it is used like a function: `with held():`
+class deferred:  # noqa: N801 - it is used like a function: `with deferred():`
     """Hold back signals until the block has ended, then deliver them to their handlers, in order.
 
     A signal without a Python handler (with the default action, which ends the process) cannot be held back and is left
@@ -73,7 +73,7 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
             try:
                 _holding.add(self)
                 self._wrap()
-            except BaseException:  # the handler of one that is not held yet
+            except BaseException:  # the handler of one that is not deferred yet
                 _holding.discard(self)
                 self._unwrap()
                 raise
@@ -139,7 +139,7 @@ class Terminated(BaseException):
     """SIGTERM as an exception, so that work can be saved before it takes effect."""
 
 
-class Watch:
+class SignalGuard:
     """Handles SIGTERM and SIGUSR1 for the duration of a block, so that work can be saved before they take effect.
 
     SIGTERM raises `Terminated`. It only sets `is_ending` where it waits for others, or may be survived: if there was a
@@ -173,7 +173,7 @@ class Watch:
                     self._install(signal.SIGUSR1, self._on_save_request)
             yield self
         finally:
-            with held():
+            with deferred():
                 for number, former in self._former.items():
                     if _behind(signal.getsignal(number)) in (self._on_terminate, self._on_save_request):
                         signal.signal(number, former)

@@ -268,17 +268,17 @@ class Accumulator:
         if not (savings.is_auto or savings.names):
             return accumulating.add(window)
 
-        def begin_rung() -> None:
-            accumulating.begin_rung(savings.names)
+        def begin_level() -> None:
+            accumulating.begin_level(savings.names)
             accumulating.look_up(window)
 
         if savings.is_auto:
             known = accumulating.look_up(window)
             if not self._has_begun:
                 savings.begin(known)
-                accumulating.begin_rung(savings.names)
+                accumulating.begin_level(savings.names)
                 self._has_begun = True
-        return savings.run(lambda: accumulating.add(window), on_climb=begin_rung)
+        return savings.run(lambda: accumulating.add(window), on_escalate=begin_level)
 
 
 def _divided(scale: Callable[[Tensor], Tensor] | None, batches: Callable[[], int]) -> Callable[[Tensor], Tensor]:

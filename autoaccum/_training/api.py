@@ -30,9 +30,9 @@ from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum._training.checkpoint_settings import EVERY, check_saving
 from autoaccum._training.console import OomOnlyProgress, TellsChoices, progress_for
+from autoaccum._training.fit_context import FitContext
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
-from autoaccum._training.one_call import Call
 from autoaccum._training.rank_coordination import Coordinator
 from autoaccum._training.restore_on_failure import RestoreOnFailure
 from autoaccum.errors import InvalidInputError
@@ -284,7 +284,7 @@ def fit(
         if not in_tokens:
             of_window = target if shard_data else world.target_batch
             per_epoch = _steps_per_epoch(loader, of_window, drop_last=drop_last)
-        call = Call(
+        call = FitContext(
             step,
             world,
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
-    from autoaccum._training.one_call import Call
+    from autoaccum._training.fit_context import FitContext
 
 # Of a `LoopState`.
 _COUNTS = ("windows", "samples", "stopped", "evaluated", "last_val_loss")
@@ -73,7 +73,7 @@ class LoopState:
 class Contents:
     """What a checkpoint holds of one call of `fit`."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: FitContext) -> None:
         self._call, self._step, self._schedule = call, call.step, call.schedule
         self._random, self._noise = call.random, call.noise
         # A loss without state, as torch's usually are, may become a function and the reverse.
@@ -135,7 +135,7 @@ class Contents:
     def part(self, state: LoopState, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
         return {
-            "random": state.random or self._random.take(),
+            "random": state.random or self._random.capture(),
             "position": {field.name: getattr(state.position, field.name) for field in fields(Position)},
             "cutting": kept,
         }
@@ -149,7 +149,7 @@ class Contents:
         """
         check_types(content)
         now = self._own()
-        here, there = _description(now | {"random": self._random.take()}), _description(content)
+        here, there = _description(now | {"random": self._random.capture()}), _description(content)
         for what, own in here.items():
             if found := _difference(there[what], own):
                 raise CheckpointError(
@@ -184,7 +184,7 @@ class Contents:
         rest = {name: content[name] for name in _COUNTS}
         return LoopState(position=Position(**part["position"]), random=part["random"], **rest)
 
-    def put_back(self, content: dict[str, Any]) -> None:
+    def restore(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.
 
         Raises:

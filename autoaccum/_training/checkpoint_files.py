@@ -192,7 +192,7 @@ class Storage:
                 f"the checkpoint {path} could not be written ({error.strerror or error}){before}; make room on that "
                 "disk, or pass another folder as checkpoint="
             ) from error
-        self.took(path, val_loss)
+        self.note_written(path, val_loss)
         for other in self.found():
             if other not in (*self._whole, self.best):
                 self.guard()  # after they were listed: none of them is of another process that has come since
@@ -200,7 +200,7 @@ class Storage:
                     _remove(other)
         return path
 
-    def took(self, path: Path, val_loss: float | None = None) -> None:
+    def note_written(self, path: Path, val_loss: float | None = None) -> None:
         """Note that this process, or another one of this run, has written a checkpoint."""
         self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
         self._note_loss(path, val_loss)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.finiteness import Finiteness
     from autoaccum._training.checkpoint_contents import LoopState
     from autoaccum._training.checkpoint_settings import Saving
-    from autoaccum._training.one_call import Call
+    from autoaccum._training.fit_context import FitContext
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
 
@@ -53,7 +53,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        call: Call,
+        call: FitContext,
         saving: Saving,
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
@@ -81,7 +81,7 @@ class Checkpoints:
             CheckpointInUseError: Another process trains there and does not end; raised on every rank.
             CheckpointError: The folder cannot be written to.
         """
-        tell = self._world.of_all
+        tell = self._world.gather
         if not self._world.is_main:
             while (said := tell("folder", None)[0]) is None:
                 pass
@@ -108,7 +108,7 @@ class Checkpoints:
         """
         self._take_folder()
         found = self._found()
-        said = self._world.of_all("checkpoint", None if found is None else (found[0].name, found[1].get("windows")))
+        said = self._world.gather("checkpoint", None if found is None else (found[0].name, found[1].get("windows")))
         for rank, one in enumerate(said):
             if one != said[0]:
                 names = [("none" if one is None else one[0]) for one in (said[0], one)]
@@ -172,7 +172,7 @@ class Checkpoints:
         """
         # The copy is not part of the memory that training takes. An interrupt would become an error of torch's writer.
         with (
-            signals.held(),
+            signals.deferred(),
             self._memory.lifted(),
             self._contents.taken(self._progress.state, self._lifecycle.kept) as content,
         ):
@@ -188,7 +188,7 @@ class Checkpoints:
         # Half a checkpoint is useless, so interrupts wait.
         started = time.perf_counter()
         try:
-            with signals.held(), self._memory.lifted():
+            with signals.deferred(), self._memory.lifted():
                 if self._is_refused():
                     return None
                 return self._write()
@@ -197,7 +197,7 @@ class Checkpoints:
 
     def _is_refused(self) -> bool:
         """Whether any process holds non-finite state, in which case the last checkpoint is worth more than this one."""
-        of_all = self._world.of_all("finite", self._finiteness.damage()[:_NAMED])
+        of_all = self._world.gather("finite", self._finiteness.damage()[:_NAMED])
         damage: list[str] = next((names for names in of_all if names), [])
         if not damage:
             return False
@@ -220,14 +220,14 @@ class Checkpoints:
                 if world.is_main:
                     path = self.storage.write(content, state.windows, val_loss=state.val_loss)
                     self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
-        path = Path(world.of_all("written", None if path is None else str(path))[0])
-        self.storage.took(path, state.val_loss)
+        path = Path(world.gather("written", None if path is None else str(path))[0])
+        self.storage.note_written(path, state.val_loss)
         self._note(state)
         return path
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def take_up(self, path: Path, content: dict[str, Any]) -> Cutting:
+    def resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Restore a checkpoint, and say which settings it overrides and what is not exact; return how windows are cut.
 
         Raises:
@@ -258,17 +258,17 @@ class Checkpoints:
             )
         # The loader first: if it is not the one of the checkpoint, nothing else has been changed.
         self._progress.go_to(state)
-        self._contents.put_back(content)
+        self._contents.restore(content)
         self._note(state)
         self._notices.choose(f"resuming after step {state.windows} from {path}", "resume=False starts from scratch")
         if overridden:
             self._notices.say(f"the checkpoint's settings override this call's: {', '.join(overridden)}")
-        cutting, differences = self._lifecycle.take_up(kept), self._progress.differences
+        cutting, differences = self._lifecycle.resume(kept), self._progress.differences
         before, now = (cutting if kept is None else Cutting.of_state(kept)).plan.micro_batch, cutting.plan.micro_batch
         if before != now and not self._progress.is_over:
             split = f"micro-batches are of {counted(now, 'sample')}, of {before} at the checkpoint"
             differences = [*differences, f"{split}, so sums are rounded otherwise"]
-        told = dict.fromkeys(text for texts in self._world.of_all("resumed", differences) for text in texts)
+        told = dict.fromkeys(text for texts in self._world.gather("resumed", differences) for text in texts)
         self.differences = tuple(told)
         for text in self.differences:
             self._notices.say(f"the resume is not exact: {text}", level=logging.WARNING)

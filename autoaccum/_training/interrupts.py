@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._training.checkpoints import Checkpoints
-    from autoaccum._training.one_call import Call
+    from autoaccum._training.fit_context import FitContext
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
 
@@ -42,12 +42,12 @@ class Interrupts:
     """
 
     def __init__(
-        self, call: Call, progress: TrainingProgress, lifecycle: PlanLifecycle, checkpoints: Checkpoints | None
+        self, call: FitContext, progress: TrainingProgress, lifecycle: PlanLifecycle, checkpoints: Checkpoints | None
     ) -> None:
         self._progress, self._lifecycle, self._all_checkpoints = progress, lifecycle, checkpoints
         self._process = os.getpid()
         self._world, self._step, self._notices = call.world, call.step, call.notices
-        self._watch = signals.Watch(waits=not call.world.is_alone)
+        self._watch = signals.SignalGuard(waits=not call.world.is_alone)
         self._outer: BaseException | None = None  # an error that the caller of `fit` is handling
 
     @property
@@ -99,7 +99,7 @@ class Interrupts:
         """Save after an evaluation with the lowest loss so far."""
         if self._checkpoints is not None:
             is_best = self._world.is_main and self._checkpoints.has_best_state
-            if any(self._world.of_all("best", is_best)):
+            if any(self._world.gather("best", is_best)):
                 self._save()
 
     def _end(self) -> None:
@@ -137,7 +137,7 @@ class Interrupts:
         try:
             self._watch.is_active = True
             train()
-            self._world.of_all("end", None)  # whether another rank has failed after its last optimizer step
+            self._world.gather("end", None)  # whether another rank has failed after its last optimizer step
             self._world.compare_weights(self._step)
             if self._checkpoints is not None and not self._checkpoints.has_this_state:
                 self._save()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autoaccum._records import Evaluation, ProbeResult, StepReport
     from autoaccum._sizing.cutting import Cutting
     from autoaccum._training.checkpoint_contents import LoopState
-    from autoaccum._training.one_call import Call
+    from autoaccum._training.fit_context import FitContext
 
 # Unread losses stay on the device. Reading them at this interval, in windows, takes a single wait.
 _READ_EVERY = 256
@@ -57,7 +57,7 @@ class Training:
         InvalidInputError: A metric cannot be used.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: FitContext) -> None:
         self._call, self._step, self._notices, self._world = call, call.step, call.notices, call.world
         self._progress = TrainingProgress(call)
         self._lifecycle = PlanLifecycle(call, self._progress)
@@ -190,7 +190,7 @@ class Training:
                     first.add_note(f"autoaccum: while the call ended, another error followed ({what})")
         if first is None:
             try:
-                self._world.of_all("end of the call", None)  # in place of which a rank reports its error
+                self._world.gather("end of the call", None)  # in place of which a rank reports its error
             except BaseException as failure:  # noqa: BLE001 - raised below
                 first = failure
                 self._leave_result(failure, started)
@@ -260,7 +260,7 @@ class Training:
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
         assert self._checkpoints is not None
-        cutting = self._checkpoints.take_up(path, content)
+        cutting = self._checkpoints.resume(path, content)
         self._resumed_from = windows = self._progress.state.windows
         if self._progress.is_over:
             stopped = "" if self._progress.stopped is None else f" and it was stopped ({self._progress.stopped})"
@@ -327,7 +327,7 @@ class Training:
 
     def _stop_if_asked(self) -> None:
         """End the training here if a callback of any process has asked for it."""
-        asked = self._world.of_all("stop", self._observers.reason)
+        asked = self._world.gather("stop", self._observers.reason)
         reason = next((one for one in asked if one is not None), None)
         if reason is not None:
             self._progress.stop(reason)
@@ -376,7 +376,7 @@ class Training:
             self._observers.on_epoch_end(position.epoch)
             is_due = self._call.val_every is None or (self._progress.ends_training and not self._is_evaluated)
         if not is_due or not self._evaluate(position.epoch, ends_epoch=True):
-            with signals.held():
+            with signals.deferred():
                 self._progress.move_on(None, ends_epoch=True)
 
     def _evaluate_if_due(self) -> bool:
@@ -403,7 +403,7 @@ class Training:
         with self._validation.run(self._lifecycle.current.sizing.plan.micro_batch) as evaluation:
             self._spent["evaluations"] += evaluation.elapsed_s
             self._observers.on_evaluation(evaluation, epoch=epoch, step=self._progress.state.windows)
-        with signals.held():
+        with signals.deferred():
             self._evaluations.append(evaluation)
             self._progress.move_on(evaluation, ends_epoch=ends_epoch)
         self._interrupts.after_evaluation()

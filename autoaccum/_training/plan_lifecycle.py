@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import Position
     from autoaccum._records import MemoryEvent, ProbeResult, StepReport, Trial
-    from autoaccum._training.one_call import Call
+    from autoaccum._training.fit_context import FitContext
     from autoaccum._training.progress import TrainingProgress
 
 # Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
@@ -86,7 +86,7 @@ class PlanLifecycle:
 
     current: WindowRunner
 
-    def __init__(self, call: Call, progress: TrainingProgress) -> None:
+    def __init__(self, call: FitContext, progress: TrainingProgress) -> None:
         self._call, self._progress, self._notices, self._savings = call, progress, call.notices, call.savings
         self._step = step = call.step
         self._target_batch = target = call.world.target_batch
@@ -150,11 +150,11 @@ class PlanLifecycle:
         self._see(first.samples)
         if first.samples:
             self._look_up(first)
-        self._begin_rungs(self._record.entry.saves if self._searches and first.samples else None)
+        self._begin_levels(self._record.entry.saves if self._searches and first.samples else None)
         probed = self._probe(first) if first.samples and self._tries_before else None
         return Cutting.of(self._first_plan(probed)), probed
 
-    def take_up(self, kept: Mapping[str, Any] | None) -> Cutting:
+    def resume(self, kept: Mapping[str, Any] | None) -> Cutting:
         """Return how windows are cut after a resume.
 
         Args:
@@ -162,7 +162,7 @@ class PlanLifecycle:
         """
         state = self._progress.state
         self._see(round(state.samples / max(state.windows, 1)))
-        has_chosen = self._begin_rungs(None if kept is None else kept["memory"])
+        has_chosen = self._begin_levels(None if kept is None else kept["memory"])
         if kept is None:
             return Cutting.of(self._first_plan())
         self._record.plans = [(since, Plan(sum(sizes), tuple(sizes))) for since, sizes in kept["plans"]]
@@ -230,7 +230,7 @@ class PlanLifecycle:
                 frontier=entry.frontier,
             )
 
-        found = self._savings.run(search, on_climb=self._note_rung)
+        found = self._savings.run(search, on_escalate=self._note_rung)
         self._record.entry.keep(found)
         return found
 
@@ -245,7 +245,7 @@ class PlanLifecycle:
     def _within_cap(self, earlier: Plan) -> Plan:
         return earlier if self._cap is None or earlier.micro_batch <= self._cap else self._first_plan()
 
-    def _begin_rungs(self, known: tuple[str, ...] | None) -> bool:
+    def _begin_levels(self, known: tuple[str, ...] | None) -> bool:
         """Begin with what saves memory in an earlier run; return whether that is the same here."""
         if not self._savings.is_auto:
             return False
@@ -325,7 +325,7 @@ class PlanLifecycle:
         try:
             report = self._savings.run(
                 lambda: self.current.step(part),
-                on_climb=self._begin_again,
+                on_escalate=self._begin_again,
                 # Once the optimizer step is made, here or on other ranks, nothing can help.
                 is_past_return=lambda: self.current.is_past_return,
             )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.loader_state import Position
     from autoaccum._records import Evaluation
-    from autoaccum._training.one_call import Call
+    from autoaccum._training.fit_context import FitContext
 
 
 class TrainingProgress:
@@ -37,7 +37,7 @@ class TrainingProgress:
         is_whole: Whether model, optimizer and scheduler are in that state; False during an optimizer step.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: FitContext) -> None:
         self._call = call
         self._schedule, self._memory, self._world = call.schedule, call.step.memory, call.world
         self._random = None if call.saving is None else call.random  # else no state is kept
@@ -133,7 +133,7 @@ class TrainingProgress:
         Errors of the loader propagate unchanged; they are never treated as failures of a step.
         """
         if self._random is not None:
-            self.state = replace(self.state, random=self._random.take())
+            self.state = replace(self.state, random=self._random.capture())
         windows = self._begin_epoch() if self._windows is None else self._windows
         if self._ends_here:
             return None
@@ -232,7 +232,7 @@ class TrainingProgress:
             CheckpointError: The loader is not the one of that state.
         """
         assert self._random is not None
-        earlier, before, position = self.state, self._random.take(), state.position
+        earlier, before, position = self.state, self._random.capture(), state.position
         self.state, self._windows, self._first = state, None, None
         if not self.is_over:
             try:
@@ -240,12 +240,12 @@ class TrainingProgress:
                     batches = self._track.go_to(position)
             except BaseException:
                 self.state = earlier
-                self._random.put_back(before)
+                self._random.restore(before)
                 raise
             if position.start is not None:  # of several ranks, one may have drawn nothing in an epoch that has begun
                 self._has_begun = True
                 self._windows = self._world.windows(batches, skip=position.used)
-        self._random.put_back(state.random or before)
+        self._random.restore(state.random or before)
 
     @property
     def differences(self) -> list[str]:
@@ -270,5 +270,5 @@ class TrainingProgress:
             position = replace(position, memory=of_order(position.memory))
         # Only rank 0 keeps the random state: it draws the order of the coming epochs.
         return replace(
-            state, position=position, random=state.random if self._world.is_main else self._call.random.take()
+            state, position=position, random=state.random if self._world.is_main else self._call.random.capture()
         )

@@ -191,7 +191,7 @@ class Coordinator:
             said |= part.requests
         return said
 
-    def of_all(self, what: str, own: Any) -> list[Any]:
+    def gather(self, what: str, own: Any) -> list[Any]:
         """Return the value of each process."""
         return [own] if self.ranks is None else self.ranks.exchange(what, own)
 

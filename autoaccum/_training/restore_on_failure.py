@@ -46,7 +46,7 @@ class RestoreOnFailure:
         random = RandomState(device)
         generators = [generator for loader in loaders for generator in generators_of(loader)]
         self._undo: list[Callable[[], object]] = [
-            partial(random.put_back, random.take()),
+            partial(random.restore, random.capture()),
             partial(set_states, generators, states_of(generators)),
         ]
         self._folders = [one for folder in folders if folder is not None for one in _missing(folder)]
@@ -55,14 +55,14 @@ class RestoreOnFailure:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with signals.held():
+        with signals.deferred():
             torch.set_grad_enabled(self._has_grad_mode)
             if self._is_autocast is not None:
                 torch.set_autocast_enabled(self._kind, self._is_autocast)
         is_forked = os.getpid() != self._process
         if kind is None or is_forked or (self.training is not None and self.training.windows):
             return
-        with signals.held():
+        with signals.deferred():
             for undo in self._undo:
                 undo()
             for folder in self._folders:

@@ -162,7 +162,7 @@ class Runner:
     @plan.setter
     def plan(self, plan: Plan) -> None:
         _check_plan(plan)
-        self._runner.sizing.set(plan)
+        self._runner.sizing.replace_plan(plan)
 
     @property
     def savings(self) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ class Runner:
             with self._limit.in_force():
                 report = savings.run(
                     lambda: runner.step(part),
-                    on_climb=lambda: runner.sizing.set(runner.sizing.cutter.set_plan),
+                    on_escalate=lambda: runner.sizing.replace_plan(runner.sizing.cutter.target_plan),
                     is_past_return=lambda: runner.is_past_return,
                 )
         assert report is not None
@@ -230,13 +230,13 @@ class Runner:
             self._evaluator = Evaluator(self._step)
         memory = self._step.memory
         random = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.calls.functions))
-        before = random.take()
+        before = random.capture()
         try:
             with self._limit.in_force(), self._savings.in_force():
                 found = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch)
         finally:
             with suppress(RuntimeError):  # the device may be lost, and its generator with it
-                random.put_back(before)
+                random.restore(before)
         assert found.loss is not None  # there are no metrics, without which it is refused
         return found.loss
 

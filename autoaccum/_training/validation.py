@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from autoaccum._records import Evaluation, MemoryEvent
-    from autoaccum._training.one_call import Call
+    from autoaccum._training.fit_context import FitContext
 
 
 class Validation:
@@ -32,7 +32,7 @@ class Validation:
         InvalidInputError: A metric cannot be used.
     """
 
-    def __init__(self, call: Call, val_loader: Iterable[Any], on_oom: Callable[[MemoryEvent], None]) -> None:
+    def __init__(self, call: FitContext, val_loader: Iterable[Any], on_oom: Callable[[MemoryEvent], None]) -> None:
         self._step, self._random, self._val_loader = call.step, call.random, val_loader
         self._savings = call.savings
         self._part = call.world.part_of_validation(val_loader)  # of this process
@@ -65,7 +65,7 @@ class Validation:
             return
         if not can_be_looked_at(self._val_loader):
             return
-        before = self._random.take()
+        before = self._random.capture()
         state = self._step.savepoint.save()
         try:
             with (
@@ -76,7 +76,7 @@ class Validation:
                 self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)
         finally:
             state.restore()
-            self._random.put_back(before)
+            self._random.restore(before)
 
     @contextmanager
     def run(self, trained_size: int) -> Iterator[Evaluation]:
@@ -88,7 +88,7 @@ class Validation:
         Args:
             trained_size: The micro-batch of the training, with which the evaluation begins.
         """
-        before = self._random.take()
+        before = self._random.capture()
         state = self._step.savepoint.save() if self._is_kept else None
         try:
             yield self._evaluated(trained_size, before)
@@ -105,4 +105,4 @@ class Validation:
                 return self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
         finally:
             set_states(self._generators, own)
-            self._random.put_back(random)
+            self._random.restore(random)

@@ -64,7 +64,7 @@ def verify(
     check_positive_int("target_batch", target_batch)
     check_positive_int("micro_batch", target_batch if micro_batch is None else micro_batch)
     random = RandomState(torch.get_default_device())
-    before = random.take()
+    before = random.capture()
 
     def observe(sizes: Sizes, again: bool) -> Ranks:
         def finish() -> None:
@@ -72,7 +72,7 @@ def verify(
                 parameter.grad = None  # else the next call would add to it
             raise _Seen
 
-        random.put_back(before)
+        random.restore(before)
         with Observer(steps, keep_dropout, again, finish) as observer, contextlib.suppress(_Seen):
             train(sizes.micro_batch, sizes.accum_steps)
         return [observer.seen()]

@@ -7,10 +7,10 @@ from torch import nn
 import autoaccum
 from autoaccum._estimate.estimate import trace_step  # an argument
 from autoaccum._estimate.trace import Estimate  # an argument
-from autoaccum._report.capacity import Asked, predict
+from autoaccum._report.capacity import Question, predict
 from support.data.reports import GIB, MIB, SIZES, footprint, gpu
 
-ASKED = Asked(None, 256, 256, None, "micro_batch")
+ASKED = Question(None, 256, 256, None, "micro_batch")
 
 
 class OnALine(Estimate):

@@ -9,7 +9,7 @@ from torch import nn
 import autoaccum
 from autoaccum._estimate.estimate import trace_step  # an argument
 from autoaccum._report import remedies
-from autoaccum._report.capacity import Asked
+from autoaccum._report.capacity import Question
 from autoaccum._report.remedies import MANY_MICRO_BATCHES, are_due
 from support.data.reports import DEVICE, MEASURED, predicted
 
@@ -163,7 +163,7 @@ def test_what_fits_then_takes_less_than_what_was_tried_and_failed():
 
     def helped(**tried):
         place = replace(MEASURED, device=device, precision="fp32", trials=(), **tried)
-        return remedies.suggested(Asked((tokens, tokens), 256, 256, None, "micro_batch"), place, unchanged, model)[0]
+        return remedies.suggested(Question((tokens, tokens), 256, 256, None, "micro_batch"), place, unchanged, model)[0]
 
     assert [one.save_memory for one in helped(micro_batch=8)] == ["checkpoint"]
     assert all(one.peak_bytes < unchanged.at(1).reserved_bytes for one in helped(micro_batch=0))

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from autoaccum._system.signals import Watch, held
+from autoaccum._system.signals import SignalGuard, deferred
 from support.faults.modes import InterruptAtLine
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -29,7 +29,7 @@ def test_signals_wait_for_the_end_of_the_block_and_arrive_in_order_although_the_
 
     before = [signal.signal(number, note) for number in order]
     try:
-        with pytest.raises(Stop), held():  # noqa: PT012 - what is held back arrives at its end
+        with pytest.raises(Stop), deferred():  # noqa: PT012 - what is held back arrives at its end
             for number in order:
                 signal.raise_signal(number)
             done.append(list(arrived))
@@ -44,7 +44,7 @@ def test_signals_wait_for_the_end_of_the_block_and_arrive_in_order_although_the_
 def test_signal_that_would_end_the_process_is_left_alone():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
-    with held():
+    with deferred():
         inside = signal.getsignal(signal.SIGTERM)
 
     assert inside is signal.SIG_DFL
@@ -53,8 +53,8 @@ def test_signal_that_would_end_the_process_is_left_alone():
 def test_inner_block_hands_its_interrupt_to_the_outer_one():
     done = []
 
-    with pytest.raises(KeyboardInterrupt), held():  # noqa: PT012 - as above
-        with held():
+    with pytest.raises(KeyboardInterrupt), deferred():  # noqa: PT012 - as above
+        with deferred():
             signal.raise_signal(signal.SIGINT)
         done.append("the rest of the outer block")
 
@@ -63,7 +63,7 @@ def test_inner_block_hands_its_interrupt_to_the_outer_one():
 
 def test_block_that_was_interrupted_at_any_line_of_its_own_holds_nothing_back_later():
     def block():
-        with held():
+        with deferred():
             pass
 
     listing = InterruptAtLine("_system")
@@ -73,7 +73,7 @@ def test_block_that_was_interrupted_at_any_line_of_its_own_holds_nothing_back_la
     for line in range(1, listing.count + 1):
         with pytest.raises(KeyboardInterrupt), InterruptAtLine("_system", line):
             block()
-        with pytest.raises(KeyboardInterrupt), held():
+        with pytest.raises(KeyboardInterrupt), deferred():
             signal.raise_signal(signal.SIGINT)
     assert listing.count > 20
 
@@ -82,7 +82,7 @@ def test_thread_that_is_not_the_main_one_holds_nothing_and_does_not_fail():
     seen = []
 
     def work():
-        with held():
+        with deferred():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -104,7 +104,7 @@ def test_sigterm_that_came_while_an_object_was_finalized_is_not_lost():
     if process == 0:
         try:
             sys.unraisablehook = lambda _: None
-            with Watch().handling() as watch:
+            with SignalGuard().handling() as watch:
                 watch.is_active = True
                 Finalized()
                 watch.raise_if_terminated()
@@ -116,7 +116,7 @@ def test_sigterm_that_came_while_an_object_was_finalized_is_not_lost():
 
 
 def test_process_that_was_forked_meanwhile_is_ended_by_sigterm_as_ever():
-    with Watch().handling() as watch:
+    with SignalGuard().handling() as watch:
         watch.is_active = True
         process = os.fork()
         if process == 0:
@@ -130,7 +130,7 @@ def test_process_that_was_forked_meanwhile_is_ended_by_sigterm_as_ever():
 
 
 def test_handler_of_the_parent_does_not_hold_back_signals_of_a_process_forked_in_a_block():
-    with held():
+    with deferred():
         process = os.fork()
         if process == 0:
             try:

@@ -59,7 +59,7 @@ class Fault(TorchDispatchMode):
             name = frame.f_code.co_filename
             is_scheduler = name == _SCHEDULERS or frame.f_code.co_qualname.startswith("Drawing.")
             # To put handlers of signals back is a method in Python, and fails no sooner than a statement `finally`.
-            is_library = name.startswith(_LIBRARY) and frame.f_code.co_qualname != "held.__exit__"
+            is_library = name.startswith(_LIBRARY) and frame.f_code.co_qualname != "deferred.__exit__"
             if is_scheduler or is_library:
                 self._note(frame.f_code.co_qualname)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Call:
+class FitContext:
     """One call of `fit`. Attributes of its arguments' names are as there.
 
     Attributes:
