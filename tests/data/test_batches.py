@@ -127,7 +127,7 @@ def test_what_is_taken_out_of_a_micro_batch_stays_in_the_batch_also_where_it_is_
     before, names = tensors_in(batch), list("abcde")
     window = Window([batch])
 
-    for cut in (window.cut(0, 5), window.cut(1, 3), window.seen(0, 5), window[0], window.joined(), *window.raw()):
+    for cut in (window.cut(0, 5), window.cut(1, 3), window.peek(0, 5), window[0], window.joined(), *window.raw()):
         empty(cut)
 
     assert all(one is other for one, other in zip(tensors_in(batch), before, strict=True))
