@@ -109,6 +109,7 @@ class EvaluationInParts:
             check_losses(self._step, samples)
         knowledge.begin_evaluation()
         values = [LossValue(_LOSS, loss) for loss in losses]
+        knowledge.note(values)
         shares = [share_of(knowledge, *of_part) for of_part in zip(values, parts, strict=True)]
         if all(not known.is_weighed for known in knowledge.summands.get(_LOSS, ())):
             return torch.stack(list(losses)).sum()
