@@ -345,7 +345,9 @@ def wide(module, inputs, named):
     torch.empty(len(named["input_ids"]), 64 << 20, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("options", [{"memory_limit": "150MiB"}, {"device": autoaccum.Simulated("150MiB")}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"memory_limit": "150MiB"}, {"device": autoaccum.Simulated("150MiB")}], ids=["limit", "device"]
+)
 def test_evaluation_keeps_to_the_limit_and_tells_callbacks(tmp_path, options):
     args = TrainingArguments(
         str(tmp_path), per_device_eval_batch_size=32, report_to=[], use_cpu=True, disable_tqdm=True
