@@ -160,7 +160,8 @@ def submit(tmp_path_factory):
 @pytest.fixture(scope="module")
 def limited(submit):
     """A training whose time limit comes in its middle: undisturbed it would take longer."""
-    return submit(TRAINING, "--time", 1, "--warn-before", 30, WAITS_S="1")
+    # Slurm may warn a minute early: 30 to 90 s after the start, by which the training has begun, and has not ended.
+    return submit(TRAINING, "--time", 2, "--warn-before", 30, WAITS_S="2")
 
 
 @pytest.fixture(scope="module")
