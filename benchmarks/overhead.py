@@ -32,6 +32,7 @@ MODELS = {
     "6 tensors, 1 ms": (1, 256, False, 96),
     "6 tensors, 10 ms": (1, 1024, False, 144),
     "150 tensors": (73, 64, False, 32),
+    "1,000 tensors": (498, 16, False, 8),
     "25 BatchNorms": (25, 64, True, 32),
 }
 
@@ -89,7 +90,7 @@ def main():
     print("| | model | micro-batches | by hand, ms | ratio (quartiles) | added, µs a micro-batch (quartiles) |")
     print("|---|---|---|---|---|---|")
     for (name, (*model, samples)), micro_batches in itertools.product(MODELS.items(), options.micro_batches):
-        windows = max(40, options.windows * MICRO_BATCHES // micro_batches // (10 if name.endswith("10 ms") else 1))
+        windows = max(40, options.windows * MICRO_BATCHES // micro_batches // (10 if name.endswith(("10 ms", "1,000 tensors")) else 1))
         torch.manual_seed(0)
         batch = torch.randn(micro_batches * samples, 64), torch.randint(0, 10, (micro_batches * samples,))
         times = in_turn(loops(network(*model), batch, samples), windows, warm_up=windows // 10)
