@@ -54,7 +54,7 @@ class Position:
         epoch: The epoch, from 1.
         batches: Batches drawn in the epoch; 0 before it starts.
         used: Samples of the last batch that were used; 0 if all were, or none.
-        restore: Whether none of the last batch was used: it was drawn to see that it begins the next window.
+        is_unused: Whether none of the last batch was used: it was drawn to see that it begins the next window.
         closed: Whether no window has followed the last epoch that is complete, including its evaluation.
         start: The random state before the epoch's iterator was created; None before the epoch starts.
         before_last: The random state before the last batch was drawn.
@@ -80,12 +80,12 @@ class Position:
     length: int | None = None
     batch_size: int | None = None
     samples: int | None = None
-    restore: bool = False
+    is_unused: bool = False
 
     @property
     def whole(self) -> int:
         """How many of the batches drawn were used to their end."""
-        return self.batches - (self.restore or self.used > 0)
+        return self.batches - (self.is_unused or self.used > 0)
 
 
 class Track:
@@ -179,7 +179,7 @@ class Track:
             last=self._last,
             loader_state=state,
             state_at=state_at,
-            restore=window.used == 0,
+            is_unused=window.used == 0,
         )
 
     def at_start(self, epoch: int) -> Position:

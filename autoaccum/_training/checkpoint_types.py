@@ -24,7 +24,7 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 _POSITION = {
     "epoch": _POSITIVE,
     **dict.fromkeys(("batches", "used"), _COUNT),
-    **dict.fromkeys(("closed", "restore"), bool),
+    **dict.fromkeys(("closed", "is_unused"), bool),
     **dict.fromkeys(("start", "before_last"), (tuple,)),  # of generators, which `RandomState.check` knows
     "last": (_COUNT,),
     "memory": {},
@@ -80,7 +80,7 @@ def check_types(content: Mapping[str, Any]) -> None:
             _check("cutting.plans", [since, *sizes], [_POSITIVE])
             _require("cutting.plans", sizes, sizes)
         position = part["position"]
-        left, has_drawn = position["restore"] or position["used"] > 0, position["batches"] > 0
+        left, has_drawn = position["is_unused"] or position["used"] > 0, position["batches"] > 0
         if (position["before_last"] is not None) != has_drawn or (has_drawn and position["start"] is None):
             raise ValueError("position: the states of random generators do not go with the batches")
         if not -1 <= position["state_at"] <= position["batches"] - left:
