@@ -77,7 +77,7 @@ class GradientAccumulator:
         self._is_added = False
         self._engine: Engine | None = None  # runs batches, up to one that is larger than any that fitted
         self._entry = CacheEntry(step.memory)  # what the cache holds of them
-        self._rung: SavingLevel = ()
+        self._level: SavingLevel = ()
         self._looked_up: CacheEntry | None = None
 
     @property
@@ -137,9 +137,9 @@ class GradientAccumulator:
 
     # --- save_memory="auto" -------------------------------------------------------------------------------------------
 
-    def begin_level(self, rung: SavingLevel) -> None:
+    def begin_level(self, level: SavingLevel) -> None:
         """Search for sizes with what saves memory from now on, or take those that an earlier run found with it."""
-        self._rung, self._engine = rung, None
+        self._level, self._engine = level, None
 
     def look_up(self, window: Window) -> SavingLevel:
         """Return what save_memory="auto" needed in an earlier run; call it before a batch, with the user's modules."""
@@ -206,7 +206,7 @@ class GradientAccumulator:
         if known is not None and not _is_outgrown(known.sizing, window):
             return known
         entry, self._looked_up = self._looked_up or self._entry_of(window), None
-        entry.use(self._rung)
+        entry.use(self._level)
         engine = Engine(
             self._step,
             self._sizing(window, None if known is None else known.sizing, entry),

@@ -37,7 +37,7 @@ CHUNKED, CHECKPOINT, OFFLOAD = "chunked_loss", "checkpoint", "offload"
 SAVINGS = (CHUNKED, CHECKPOINT, OFFLOAD)
 # Takes these one after the other where not even one sample fits.
 AUTO = "auto"
-# What another rung may avoid: not one sample fits, or the model or its loss does not bear what is in force.
+# What another level may avoid: not one sample fits, or the model or its loss does not bear what is in force.
 AVOIDABLE = (DoesNotFitError, SavingRefusedError, CheckpointError)
 # What is in force together, by names of `save_memory`.
 SavingLevel = tuple[str, ...]

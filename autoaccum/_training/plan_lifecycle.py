@@ -230,7 +230,7 @@ class PlanLifecycle:
                 frontier=entry.frontier,
             )
 
-        found = self._savings.run(search, on_escalate=self._note_rung)
+        found = self._savings.run(search, on_escalate=self._note_level)
         self._record.entry.keep(found)
         return found
 
@@ -250,10 +250,10 @@ class PlanLifecycle:
         if not self._savings.is_auto:
             return False
         self._savings.begin(known)
-        self._note_rung()
+        self._note_level()
         return self._savings.names == known
 
-    def _note_rung(self) -> None:
+    def _note_level(self) -> None:
         self._record.entry.use(self._savings.names)
 
     # --- the runner ---------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class PlanLifecycle:
 
     def _begin_again(self) -> None:
         """Search for sizes anew, since other ones fit where more saves memory."""
-        self._note_rung()
+        self._note_level()
         self._earlier_oom_events += self.current.events.oom_events
         plan = self._first_plan()
         self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
