@@ -8,7 +8,7 @@ says n. Anything else compares samples with each other, and micro-batches do not
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -80,7 +80,7 @@ class _Compared:
         """Return how the summand is put together."""
         weights = [one.weight for one in self._summands]
         is_read = None not in weights
-        if is_read and (mean := self._mean(weights)) is not None:
+        if is_read and (mean := self._clamped(weights) or self._mean(weights)) is not None:
             return mean
         if self._is_constant():
             return replace(BY_SAMPLES, reduction=Reduction.CONSTANT)
@@ -97,6 +97,17 @@ class _Compared:
         mean = _sum([share * part for share, part in zip(shares, parts, strict=True)])
         adds = float((_sum(parts) - whole).norm()) < float((mean - whole).norm())
         return replace(BY_SAMPLES, reduction=Reduction.UNCONFIRMED, adds=adds)
+
+    def _clamped(self, weights: Sequence[float]) -> Known | None:
+        """Return a mean over the n of a max(k, n) that the passes have computed; None for anything else."""
+        divisors = [float(one.divisor or 0.0) for one in self._summands]
+        clamp = clamp_of(self._runs, divisors) if all(divisors) else None
+        if clamp is None or not self._add_up([one / weights[0] for one in weights[1:]]):
+            return None
+        counted = [n * weight / divisor for n, weight, divisor in zip(clamp.counted, weights, divisors, strict=True)]
+        mean = Known(Reduction.MEAN, per_sample=abs(counted[0]) / self._runs[0].samples)
+        found = hinted(mean, counted, clamp.counted, [run.counts for run in self._runs])
+        return replace(found, least=clamp.least) if found.per_divisor else None
 
     def _mean(self, weights: Sequence[float]) -> Known | None:
         """Return a summand whose weights add up, but for those of max(k, n); None if they do not."""
@@ -174,6 +185,45 @@ class _Compared:
         if is_sum or not all(is_same(one, its) for one, its in pairs):
             return unknown  # it would be a guess
         return Known(Reduction.MEAN, Source.COUNTED, dict.fromkeys(fitting, 1.0))
+
+
+class SeenClamp(NamedTuple):
+    """A max(k, n) that passes have computed.
+
+    Attributes:
+        least: Its k.
+        counted: Its n in each of the passes.
+    """
+
+    least: float
+    counted: Sequence[float]
+
+
+def clamp_of(runs: Sequence[Observation], divisors: Sequence[float], *, is_computed: bool = False) -> SeenClamp | None:
+    """Return the max(k, n), whose n adds up, that is the divisor of all samples and of two parts; None if none is.
+
+    Args:
+        runs: The passes.
+        divisors: What the graph of each holds.
+        is_computed: Whether to look only at what torch has computed.
+    """
+    if len({len(run.clamps) for run in runs}) > 1:
+        return None
+    for of_runs in zip(*(run.clamps for run in runs), strict=True):
+        if is_computed and not of_runs[0].is_computed:
+            continue
+        for place in (0, 1):
+            counted, (least, *others) = ([one.numbers[at] for one in of_runs] for at in (place, 1 - place))
+            greater = [max(least, n) for n in counted]
+            whole, *parts = counted
+            if (
+                least > SAME_WEIGHT * whole > 0
+                and all(other == least for other in others)
+                and is_same(sum(parts), whole)
+                and all(map(is_same, greater, divisors))
+            ):
+                return SeenClamp(least, counted)
+    return None
 
 
 def are_same(number: int, runs: Sequence[Observation], tolerance: float) -> bool:

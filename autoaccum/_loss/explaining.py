@@ -82,7 +82,7 @@ class Reads:
 
     def add(self, place: int, part: MicroBatch, loss: LossValue, number: float, divisor: float) -> None:
         """Note what the graph of a micro-batch says, as `_Read` has it."""
-        may_be_clamped = number in self._clamps or divisor == 1.0
+        may_be_clamped = divisor == 1.0 or self._is_least(number)
         is_only = len(self._knowledge.summands[loss.name]) == 1
         value = loss.value.detach().clone() if may_be_clamped and is_only else None
         counts = None
@@ -117,7 +117,7 @@ class Reads:
             if self.known.hints:
                 self._explain_each(self.known, self._reads, found)
             if not self.known.is_counted:
-                self._look_for_ones(found)
+                self._look_for_clamps(found)
         self._count_zeros(found)
         return not any(found)
 
@@ -177,18 +177,22 @@ class Reads:
         is_mask = hint[0] != POSITIVE or (SUM, hint[1]) in self.known.hints
         return is_mask or all(n or _is_zero(read) for read, (_, n) in zip(reads, pairs, strict=True))
 
-    def _look_for_ones(self, found: list[Any]) -> None:
-        """Warn of a divisor of 1 of which nothing tells whether it is max(1, n).
+    def _look_for_clamps(self, found: list[Any]) -> None:
+        """Warn of a divisor of 1, or k, of which nothing tells whether it is max(1, n), or max(k, n).
 
-        It is none where the loss is not 0 and divisors are counts.
+        A 1 is none where the loss is not 0 and divisors are counts.
         """
-        divisors = {read.divisor for read in self._reads}
+        divisors, least = {read.divisor for read in self._reads}, self.known.least
         are_counts = len(divisors) > 1 and all(map(float.is_integer, divisors))
-        ones = [read for read in self._reads if read.divisor == 1.0]
-        ones = [read for read in ones if read.value is None or _is_zero(read) or not are_counts]
-        if ones and not (self.known.is_guess and self._knowledge.now.is_tried):
+        clamped = [
+            read
+            for read in self._reads
+            if (read.divisor == 1.0 and (read.value is None or _is_zero(read) or not are_counts))
+            or (least not in (0.0, 1.0) and is_same(read.divisor, least))
+        ]
+        if clamped and not (self.known.is_guess and self._knowledge.now.is_tried):
             self._knowledge.said.of_clamp(self._key[0])
-        for read in ones:
+        for read in clamped:
             if _is_zero(read):
                 found[read.place] = 0.0
 

@@ -150,6 +150,14 @@ def check_weights(name: str, whole: float, *parts: float) -> None:
         )
 
 
+def clamped_weight(name: str) -> InvalidInputError:
+    """Return the error for a pair whose weights add up where something counts in every micro-batch alone."""
+    return InvalidInputError(
+        f"the second half of loss {name!r} is max(k, n), which is more than n where less counts, so weights of "
+        f"micro-batches do not add up; return n itself, without the clamp; {_PAIR_MEANS}"
+    )
+
+
 def no_mean(
     name: str, whole: tuple[float, float], *parts: tuple[float, float], by_samples: bool
 ) -> InvalidInputError | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -120,19 +120,50 @@ _OFF: dict[Callable[..., Any], tuple[int, str, Any]] = {
 }
 
 
+# Functions that give the greater of two numbers, in whatever place and by whatever name the second is.
+_GREATER = {
+    *(torch.clamp, torch.clamp_, torch.clip, torch.clip_, torch.clamp_min, torch.clamp_min_),
+    *(Tensor.clamp, Tensor.clamp_, Tensor.clip, Tensor.clip_, Tensor.clamp_min, Tensor.clamp_min_),
+    *(torch.maximum, torch.fmax, torch.max, Tensor.maximum, Tensor.fmax, Tensor.max),
+}
+# What Python's max() calls of a tensor.
+_COMPARED = {Tensor.__gt__, Tensor.__lt__, Tensor.__ge__, Tensor.__le__}
+
+
+class Clamp(NamedTuple):
+    """The greater of two numbers, as max(k, n), that a pass computes or may compute.
+
+    Attributes:
+        numbers: Both, in the order of the call.
+        is_computed: Whether torch computes it, and not perhaps Python from a comparison.
+    """
+
+    numbers: tuple[float, float]
+    is_computed: bool
+
+
 @contextmanager
-def quiet_training(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep modules in their modes for the block, except for layers that draw numbers or take a batch's statistics."""
+def quiet_training(modules: Sequence[nn.Module], *, noting: list[Clamp]) -> Iterator[None]:
+    """Keep modules in their modes for the block, except for layers that draw numbers or take a batch's statistics.
+
+    Args:
+        modules: The modules.
+        noting: To which each clamped number is added.
+    """
     with _modes_kept(modules) as parts:
         for part in parts:
             if isinstance(part, _QUIET) or type(part).__name__ in _STOCHASTIC_DEPTH:
                 part.training = False
-        with _Quiet():
+        with _Quiet(noting):
             yield
 
 
 class _Quiet(TorchFunctionMode):
-    """Calls functions that are told whether they train as if they did not."""
+    """Calls functions that are told whether they train as if they did not, and notes which numbers are clamped."""
+
+    def __init__(self, noting: list[Clamp]) -> None:
+        super().__init__()
+        self._clamps = noting
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -146,4 +177,13 @@ class _Quiet(TorchFunctionMode):
                     args = (*args[:place], value, *args[place + 1 :])
                 else:
                     kwargs[name] = value
+        elif function in _GREATER or function in _COMPARED:
+            given = [*args, *(kwargs[name] for name in ("input", "min", "other") if name in kwargs)]
+            with suppress(TypeError, ValueError, RuntimeError):  # no two numbers, or none that can be read
+                number, other = map(_number, given[:2])
+                self._clamps.append(Clamp((number, other), function in _GREATER))
         return function(*args, **kwargs)
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)

@@ -180,8 +180,9 @@ class Objective:
         before = savepoint.save(with_attributes=True)
         trial = LossCheck(passes, knowledge, place, before, autocast, casts=casts, parameters=parameters)
         trial.tells_of_state = any(module.training for module in modules)
+        quiet = quiet_training(modules, noting=trial.clamps)
         try:
-            with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules), self._noting_own_loss():
+            with run_eagerly(), kernels, torch.enable_grad(), quiet, self._noting_own_loss():
                 checked = trial.run(window, min(most, at_most))
                 found = trial.alone(window) if checked is None else checked
         finally:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoaccum._data.nesting import Path
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.loss_values import LossValue
+    from autoaccum._loss.modes import Clamp
 
 FOUR_BYTES = 4
 # The relative difference that rounding may cause, by the lowest precision of the passes.
@@ -52,6 +53,7 @@ class Observation:
         numbers: Numbers that the batch carries.
         is_stated: Whether the loss is a pair or a vector, which states its weight.
         is_pair: Whether it is a pair.
+        clamps: What the pass has clamped.
     """
 
     samples: int
@@ -62,6 +64,7 @@ class Observation:
     numbers: Mapping[Path, float]
     is_stated: bool = False
     is_pair: bool = False
+    clamps: Sequence[Clamp] = ()
 
     @property
     def weights(self) -> list[float | None]:

@@ -19,12 +19,21 @@ import torch
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import counts_in, counts_of
-from autoaccum._loss.comparison import are_same, by_graph, compare, guess_of, is_told, of_singles, says_nothing
+from autoaccum._loss.comparison import (
+    are_same,
+    by_graph,
+    clamp_of,
+    compare,
+    guess_of,
+    is_told,
+    of_singles,
+    says_nothing,
+)
 from autoaccum._loss.graph_reader import Summand
-from autoaccum._loss.loss_values import check_weights, no_mean, not_finite
+from autoaccum._loss.loss_values import check_weights, clamped_weight, no_mean, not_finite
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
-from autoaccum._loss.summands import BY_SAMPLES, SAME_WEIGHT, Known, Reduction, Source, is_same
+from autoaccum._loss.summands import BY_SAMPLES, Known, Reduction, is_same
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
-    from autoaccum._loss.modes import State
+    from autoaccum._loss.modes import Clamp, State
 
 # After so many passes of a first check, the next check looks for hidden state.
 _MOST_PASSES = 3
@@ -55,6 +64,7 @@ class LossCheck:
         is_complete: Whether every loss was confirmed: something counted in both parts.
         tolerance: The relative difference that rounding may cause, as of the last pass.
         tried: The values that were compared, by the name of the loss, to be shown.
+        clamps: What the last pass has clamped.
     """
 
     passes: Sequence[Pass]
@@ -68,6 +78,7 @@ class LossCheck:
     is_complete: bool = True
     tolerance: float = 0.0
     tried: dict[str, str] = field(default_factory=dict)
+    clamps: list[Clamp] = field(default_factory=list)
     _found: dict[str, list[Known]] = field(default_factory=dict)  # by the choices of samples until now
     _open: dict[str, bool] = field(default_factory=dict)  # losses that no choice confirmed: is their graph trusted?
     _passes: int = 0
@@ -118,7 +129,6 @@ class LossCheck:
                 continue
             own = [_part_of(run, part.get(name), part, sample) for part in parts]
             self._compare(name, run, own, partial(self._observe, source, sample, 0, sample.samples), len(whole))
-            self._look_for_clamps(name, run, partial(self._part, source, sample))
 
     def _compare(
         self,
@@ -149,36 +159,26 @@ class LossCheck:
                 self._found.setdefault(name, mixed)
             return
         if run.is_stated:
-            if known[0].reduction is not Reduction.MEAN:
-                by_samples = losses > 1 and run.is_pair and all(one.weights[0] == one.samples for one in runs)
-                values = [(one.value, float(one.weights[0] or 0.0)) for one in runs]
-                check_weights(name, *(weight for _, weight in values))
-                if (error := no_mean(name, *values, by_samples=by_samples)) is not None:
-                    raise error
-                self.knowledge.said.of_samples(name)
+            self._check_stated(name, runs, known[0], losses)
             return
         self._open.pop(name, None)
         self._found[name] = known
         if any(one.reduction is Reduction.SUM and one.least == 1.0 for one in known):
             self.knowledge.said.of_divisor(name, 1.0, is_only=losses == len(known) == 1)
 
-    def _look_for_clamps(self, name: str, run: Observation, part: Callable[..., Mapping[str, Observation]]) -> None:
-        """Warn of means over what the batch does not count, of which single samples weigh more than together."""
-        uncounted = [
-            number
-            for number, one in enumerate(self._found.get(name, ()))
-            if one.kind == (Reduction.MEAN, Source.GRAPH) and not (one.is_counted or one.is_guess)
-            if run.summands[number].divisor
-        ]
-        if not uncounted or self.knowledge.is_confirmed(name):
+    def _check_stated(self, name: str, runs: Sequence[Observation], known: Known, losses: int) -> None:
+        """Reject a pair or a vector, one of so many losses, whose sums or weights do not add up."""
+        run, weights = runs[0], [float(one.weights[0] or 0.0) for one in runs]
+        if run.is_pair and clamp_of(runs, weights, is_computed=True) is not None:
+            raise clamped_weight(name)
+        if known.reduction is Reduction.MEAN:
             return
-        with suppress(InvalidInputError):  # not every loss takes single samples
-            singles = [one for row in range(run.samples) if (one := part(row, row + 1).get(name))]
-            singles = [one for one in singles if len(one.summands) == len(run.summands)]
-            for number in uncounted:
-                apart = sum(abs(one.weights[number] or 0.0) for one in singles)
-                if apart > abs(run.weights[number] or 0.0) * (1 + SAME_WEIGHT):
-                    self.knowledge.said.of_clamp(name)
+        check_weights(name, *weights)
+        by_samples = losses > 1 and run.is_pair and all(one.weights[0] == one.samples for one in runs)
+        values = [(one.value, weight) for one, weight in zip(runs, weights, strict=True)]
+        if (error := no_mean(name, *values, by_samples=by_samples)) is not None:
+            raise error
+        self.knowledge.said.of_samples(name)
 
     def _explain(
         self,
@@ -389,15 +389,17 @@ class LossCheck:
         if with_buffers:
             self.before.restore(with_attributes=with_attributes)
         self.before.random.seed(seed)
+        self.clamps.clear()
         cut, samples = sample.cut(start, stop), stop - start
         losses = [one for one in self._losses(source, cut, samples) if one.value.requires_grad and not one.is_reported]
         if losses:
             dtypes = (parameter.dtype for parameter in self.parameters)
             self.tolerance = tolerance_of(losses[0].value, casts=self.casts, dtypes=dtypes)
         last = len(losses) - 1
-        return {
+        found = {
             one.name: observe(one, samples, cut, self.parameters, keep=place < last) for place, one in enumerate(losses)
         }
+        return {name: replace(one, clamps=[*self.clamps]) for name, one in found.items()}
 
     def _losses(self, source: Pass, cut: Any, samples: int) -> list[LossValue]:
         # As tensors that a graph can save, and that a pass may change.

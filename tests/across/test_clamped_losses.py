@@ -301,3 +301,68 @@ def test_later_check_of_few_makes_no_sum_of_a_mean_over_at_least_so_many(least, 
         optimizer.step()
 
     torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-9, atol=1e-12)
+
+
+# --- clamps that no window has shown before ----------------------------------------------------------------------------
+
+
+def kept_windows(*parts):
+    """Return windows of samples of which a mask keeps these parts."""
+    chance, windows = torch.Generator().manual_seed(5), []
+    for part in parts:
+        x = torch.randn(N, 5, generator=chance, dtype=torch.float64)
+        kept = (torch.rand(N, generator=chance) < part).double()
+        windows.append({"x": x[:, :4], "w": x[:, 4].abs() * 1e-3, "kept": kept})
+    return windows
+
+
+def pair_of(clamp):
+    return lambda o, b: ((o.square().mean(1) * b["kept"]).sum(), clamp(b["kept"].sum()))
+
+
+@pytest.mark.parametrize(
+    "clamp",
+    [lambda n: n.clamp(min=2), lambda n: torch.clamp_min(n, 2), lambda n: torch.maximum(n, torch.tensor(2.0).double())],
+)
+def test_pair_of_which_the_weight_is_clamped_is_refused_where_everything_counts(clamp):
+    found = outcome(Form(pair_of(clamp), model=Net, cut=(2,) * 4), by_runner, kept_windows(1.0, 0.3))
+
+    assert found == "refused"
+
+
+def test_pair_whose_weight_is_kept_from_0_is_exact():
+    def loss(o, b):
+        return (o.square().mean(1) * b["w"]).sum(), b["w"].sum().clamp(min=1e-9)
+
+    assert outcome(Form(loss, model=Net, cut=(2,) * 4, tolerance=1e-8), by_runner, kept_windows(1.0, 0.3)) == "exact"
+
+
+@pytest.mark.parametrize("least", [1e-3, 4.0])
+@pytest.mark.parametrize("cut", [(2,) * 4, (1,) * N, (5, 1, 2)])
+def test_clamp_that_was_not_met_in_the_samples_that_were_tried_is_exact_or_warned_of(cut, least):
+    """Neither does the batch count what it clamps."""
+
+    def loss(o, b):
+        n = (b["w"] * b["kept"]).sum() * (1 if least < 1 else 4000)
+        return (o.square().mean(1) * b["w"] * b["kept"]).sum() / n.clamp(min=least)
+
+    form = Form(loss, model=Net, cut=cut, tolerance=1e-8)
+
+    assert outcome(form, by_runner, kept_windows(1.0, 1.0, 0.4, 0.4)) in ("exact", "warned")
+
+
+def test_mean_over_samples_in_which_something_counts_is_exact_or_warned_of():
+    def loss(o, b):
+        each = (o.square() * b["kept"]).sum(1) / b["kept"].sum(1).clamp(min=1)
+        has = (b["kept"].sum(1) > 0).double()
+        return (each * has).sum() / has.sum().clamp(min=1)
+
+    windows = kept_windows(1.0, 1.0, 0.4, 0.4, 0.2)
+    for number, window in enumerate(windows):
+        chance = torch.Generator().manual_seed(number)
+        window["kept"] = (torch.rand(N, 3, generator=chance) < (1.0 if number < 2 else 0.15)).double()
+        window["kept"][0, 0] = 1.0
+
+    found = outcome(Form(loss, model=Net, cut=(3, 1, 2, 2), tolerance=1e-8), by_runner, windows)
+
+    assert found in ("exact", "warned")
