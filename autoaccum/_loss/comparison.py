@@ -107,6 +107,8 @@ class _Compared:
         counted = [n * weight / divisor for n, weight, divisor in zip(clamp.counted, weights, divisors, strict=True)]
         mean = Known(Reduction.MEAN, per_sample=abs(counted[0]) / self._runs[0].samples)
         found = hinted(mean, counted, clamp.counted, [run.counts for run in self._runs])
+        if not found.hints and min(clamp.counted) < clamp.least:  # of which nothing tells n
+            return replace(self._unconfirmed(), source=Source.GRAPH, sums_add=True)
         return replace(found, least=clamp.least) if found.per_divisor else None
 
     def _mean(self, weights: Sequence[float]) -> Known | None:

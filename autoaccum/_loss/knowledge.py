@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._loss.loss_warnings import LossWarnings
-from autoaccum._loss.summands import ADDED, STATED, Known, Reduction, Source, clamped, in_words, merged, narrowed
+from autoaccum._loss.summands import ADDED, STATED, Known, Reduction, Source, in_words, merged, narrowed
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ class LossKnowledge:
             self.failures = max(self.failures, failures)
             for name, theirs in summands.items():
                 mine = self.summands.get(name, theirs)
-                both = merged(mine, clamped(theirs, mine))
+                both = merged(mine, theirs)
                 if both is None:
                     raise InvalidInputError(
                         f"loss {name!r} is put together otherwise on some ranks: {in_words(mine)}, and "

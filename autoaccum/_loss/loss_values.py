@@ -151,10 +151,10 @@ def check_weights(name: str, whole: float, *parts: float) -> None:
 
 
 def clamped_weight(name: str) -> InvalidInputError:
-    """Return the error for a pair whose weights add up where something counts in every micro-batch alone."""
+    """Return the error for a pair whose weights add up only where enough counts in every micro-batch."""
     return InvalidInputError(
-        f"the second half of loss {name!r} is max(k, n), which is more than n where less counts, so weights of "
-        f"micro-batches do not add up; return n itself, without the clamp; {_PAIR_MEANS}"
+        f"the weights of loss {name!r} do not add up: the second half of the pair is max(k, n), which is more than n "
+        f"in a micro-batch in which less counts; return n itself, without the clamp; {_PAIR_MEANS}"
     )
 
 

@@ -143,7 +143,6 @@ def is_same(weight: float, other: float, tolerance: float = SAME_WEIGHT) -> bool
 
 def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] | None:
     """Return what a check knows of the summands of a loss with what was known; None if they contradict each other."""
-    mine = clamped(mine, theirs)
     if [one.kind for one in mine] != [one.kind for one in theirs]:
         sure, its = _is_sure(mine), _is_sure(theirs)
         return None if sure is its else tuple(mine if sure else theirs)
@@ -156,20 +155,6 @@ def merged(mine: Sequence[Known], theirs: Sequence[Known]) -> tuple[Known, ...] 
         )
         for one, its in zip(surer, other, strict=True)
     )
-
-
-def clamped(mine: Sequence[Known], theirs: Sequence[Known]) -> list[Known]:
-    """Return sums over k as the means over max(k, n) that are known from elsewhere, where n was at most k in them."""
-    return [_clamped(one, its) for one, its in zip(mine, theirs, strict=True)]
-
-
-def _clamped(known: Known, other: Known) -> Known:
-    least = known.least if other.per_divisor else known.per_sample
-    hints = {count: each for count, each in other.hints.items() if count in known.hints}
-    is_least = is_same(least, other.least) if other.least else 1.0 in hints.values()
-    if known.reduction is not Reduction.SUM or other.kind != (Reduction.MEAN, Source.GRAPH) or not (hints and is_least):
-        return known
-    return replace(other, hints=hints, least=least)
 
 
 def narrowed(known: Sequence[Known], by: Sequence[Known]) -> tuple[Known, ...]:

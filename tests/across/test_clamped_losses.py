@@ -303,7 +303,7 @@ def test_later_check_of_few_makes_no_sum_of_a_mean_over_at_least_so_many(least, 
     torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-9, atol=1e-12)
 
 
-# --- clamps that no window has shown before ----------------------------------------------------------------------------
+# --- clamps that no window has shown before ---------------------------------------------------------------------------
 
 
 def kept_windows(*parts):
@@ -339,8 +339,8 @@ def test_pair_whose_weight_is_kept_from_0_is_exact():
 
 @pytest.mark.parametrize("least", [1e-3, 4.0])
 @pytest.mark.parametrize("cut", [(2,) * 4, (1,) * N, (5, 1, 2)])
-def test_clamp_that_was_not_met_in_the_samples_that_were_tried_is_exact_or_warned_of(cut, least):
-    """Neither does the batch count what it clamps."""
+def test_clamp_that_was_not_met_in_the_samples_that_were_tried_is_not_silent(cut, least):
+    """Neither does the batch count what it clamps. A later check may meet it."""
 
     def loss(o, b):
         n = (b["w"] * b["kept"]).sum() * (1 if least < 1 else 4000)
@@ -348,7 +348,7 @@ def test_clamp_that_was_not_met_in_the_samples_that_were_tried_is_exact_or_warne
 
     form = Form(loss, model=Net, cut=cut, tolerance=1e-8)
 
-    assert outcome(form, by_runner, kept_windows(1.0, 1.0, 0.4, 0.4)) in ("exact", "warned")
+    assert outcome(form, by_runner, kept_windows(1.0, 1.0, 0.4, 0.4)) in ("exact", "warned", "stopped")
 
 
 def test_mean_over_samples_in_which_something_counts_is_exact_or_warned_of():

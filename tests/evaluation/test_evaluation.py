@@ -216,9 +216,21 @@ def test_penalty_on_parameters_that_the_model_returns_is_evaluated():
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["of the model", "a function"])
-def test_sum_over_k_of_at_least_k_that_an_evaluation_exceeds_before_any_training_is_warned_of(own):
+def test_mean_over_at_least_k_that_an_evaluation_exceeds_before_any_training_is_exact(own):
     loss, model = over_kept(6), OfKept(6) if own else nn.Linear(4, 3).double()
     runner = runner_of(model, 16, 8, **({} if own else {"loss": loss, "forward": of_inputs}))
+    whole = kept_of(16, kept=[*range(16)])
+
+    found = runner.evaluate(parts_of(whole, 4))
+
+    assert found == pytest.approx(over_kept(6)(nn.Linear.forward(model, whole["inputs"]), whole).item(), rel=1e-12)
+
+
+def test_sum_over_k_of_at_least_k_that_an_evaluation_exceeds_before_any_training_is_warned_of():
+    def loss(outputs, batch):
+        return (outputs.square().mean(1) * batch["kept"]).sum() / max(6, int(batch["kept"].sum()))
+
+    runner = runner_of(nn.Linear(4, 3).double(), 16, 8, loss=loss, forward=of_inputs)
 
     with pytest.warns(autoaccum.errors.LossWarning, match=r"is divided by 6 in all .* and is taken for a sum"):
         runner.evaluate(parts_of(kept_of(16, kept=[*range(16)]), 4))

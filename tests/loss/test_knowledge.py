@@ -44,22 +44,6 @@ def test_ranks_that_contradict_each_other_are_refused():
         first.adopt([first.shared(), second.shared()])
 
 
-def test_rank_that_sees_only_k_of_a_clamp_believes_one_that_sees_the_count():
-    few = Known(Reduction.SUM, hints={KEPT: 1.0}, least=3.0, per_sample=3.0)
-    first, second = (
-        knowing(loss=few),
-        knowing(loss=Known(Reduction.MEAN, hints={KEPT: 1.0, ROWS: 2.0}, per_divisor=1.0)),
-    )
-    said = [first.shared(), second.shared()]
-
-    first.adopt(said)
-    second.adopt(said)
-
-    (known,) = first.summands["loss"]
-    assert (known.reduction, known.hints, known.least) == (Reduction.MEAN, {KEPT: 1.0}, 3.0)
-    assert first.summands == second.summands
-
-
 def test_losses_that_arguments_state_need_no_check():
     assert LossKnowledge(BY_SAMPLES).needs_no_check
     assert not LossKnowledge().needs_no_check
