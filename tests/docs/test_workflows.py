@@ -49,7 +49,7 @@ def test_workflows_call_make_targets_and_scripts_that_exist():
     "script", [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"], ids=lambda path: path.name
 )
 def test_scripts_of_a_shell_can_be_parsed(script):
-    found = subprocess.run(["bash", "-n", script], check=False, capture_output=True, text=True)
+    found = subprocess.run(["bash", "-n", ROOT / script], check=False, capture_output=True, text=True)
 
     assert not found.returncode, found.stderr
 
