@@ -190,11 +190,11 @@ class _Compared:
 
 
 class SeenClamp(NamedTuple):
-    """A max(k, n) that passes have computed.
+    """A divisor of max(k, n), or several times that, which passes have computed.
 
     Attributes:
-        least: Its k.
-        counted: Its n in each of the passes.
+        least: The divisor where n is less than k.
+        counted: What the divisor of each of the passes is without the clamp.
     """
 
     least: float
@@ -202,7 +202,7 @@ class SeenClamp(NamedTuple):
 
 
 def clamp_of(runs: Sequence[Observation], divisors: Sequence[float], *, is_computed: bool = False) -> SeenClamp | None:
-    """Return the max(k, n), whose n adds up, that is the divisor of all samples and of two parts; None if none is.
+    """Return the max(k, n), whose n adds up, that gave the divisors of all samples and of two parts; None if none did.
 
     Args:
         runs: The passes.
@@ -216,15 +216,13 @@ def clamp_of(runs: Sequence[Observation], divisors: Sequence[float], *, is_compu
             continue
         for place in (0, 1):
             counted, (least, *others) = ([one.numbers[at] for one in of_runs] for at in (place, 1 - place))
-            greater = [max(least, n) for n in counted]
             whole, *parts = counted
-            if (
-                least > SAME_WEIGHT * whole > 0
-                and all(other == least for other in others)
-                and is_same(sum(parts), whole)
-                and all(map(is_same, greater, divisors))
-            ):
-                return SeenClamp(least, counted)
+            if not least > SAME_WEIGHT * whole > 0 or any(other != least for other in others):
+                continue
+            each = [divisor / max(least, n) for n, divisor in zip(counted, divisors, strict=True)]
+            is_constant = max(counted) <= least  # then a multiple of it says nothing
+            if is_same(sum(parts), whole) and all(is_same(one, 1.0 if is_constant else each[0]) for one in each):
+                return SeenClamp(least * each[0], [n * each[0] for n in counted])
     return None
 
 

@@ -123,6 +123,19 @@ class LossKnowledge:
         kinds = [{one.reduction for one in known} for known in self.summands.values()]
         return any({Reduction.UNCONFIRMED, Reduction.SUM} <= found for found in kinds)
 
+    def of_unlike_divisors(self) -> list[str]:
+        """Return the losses that are one number of terms with divisors of their own, as far as is known."""
+        by_name = {
+            name: [one for one in known if one.reduction is not Reduction.CONSTANT]
+            for name, known in self.summands.items()
+        }
+        return [
+            name
+            for name, terms in by_name.items()
+            if len({one.is_weighed for one in terms}) > 1
+            or (len(terms) > 1 and terms[0].is_weighed and not set.intersection(*(set(one.hints) for one in terms)))
+        ]
+
     def refuse_number(self, window: Window, *, is_part: bool) -> None:
         """Reject a window that is not the batch of which a sum is divided by a number.
 

@@ -190,6 +190,12 @@ class Objective:
         self._most, knowledge.now.doubtful = most, ()  # which fit
         if not self._gave_no_loss:
             knowledge.learn(found, trial.tried, is_checked=checked is not None, is_complete=trial.is_complete)
+        for name in knowledge.of_unlike_divisors():
+            self._notices.say(
+                f"loss {name!r} adds up terms that are divided by numbers of their own, of which the values are not "
+                "known: the gradient is that of the whole batch, and the number that is reported is approximate; "
+                "return the terms by name, as {'a': a, 'b': b}, to have each reported"
+            )
 
     @contextmanager
     def _noting_own_loss(self) -> Iterator[None]:

@@ -613,3 +613,31 @@ def test_check_runs_no_more_samples_than_a_wrapper_allows_as_more_have_been_kill
     autoaccum.fit(model, [(torch.randn(16, 4), torch.randint(2, (16,)))], 16, loss=loss, device="cpu", progress=False)
 
     assert max(sizes) == 3
+
+
+# --- what is said of the number that is reported ------------------------------------------------------------------------
+
+
+UNLIKE = {
+    "two means": lambda o, b: masked_sum(o, b) / b["mask"].sum() + o.square().mean(),
+    "a mean and a sum": lambda o, b: masked_sum(o, b) / b["mask"].sum() + 0.01 * o.square().sum(),
+}
+ALIKE = {
+    "a mean": lambda o, b: o.square().mean(),
+    "two means over the same": lambda o, b: o.square().mean() + o.abs().mean(),
+    "by name": lambda o, b: {"one": masked_sum(o, b) / b["mask"].sum(), "other": o.square().mean()},
+}
+
+
+@pytest.mark.parametrize("loss", [*UNLIKE.values(), *ALIKE.values()], ids=[*UNLIKE, *ALIKE])
+def test_number_of_terms_with_unlike_divisors_is_said_to_be_approximate(loss, caplog):
+    model = linear()
+    runner = autoaccum.Runner(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(SAMPLES, 4), loss=loss,
+        forward=lambda model, batch: model(batch["inputs"]), device="cpu", precision="fp32",
+    )  # fmt: skip
+    with caplog.at_level("INFO", logger="autoaccum"):
+        runner.step(next(iter(batches(1))))
+
+    said = [one for one in caplog.messages if "the number that is reported is approximate" in one]
+    assert len(said) == (loss in UNLIKE.values())
