@@ -198,7 +198,7 @@ class Reads:
 
     def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:
         """Whether the sum of weights is what hints predict, as it is in almost every window."""
-        if reads[0].counts is not None:
+        if reads[0].counts is not None or any(map(_is_zero, reads)):  # what is divided by k adds up by accident
             return False
         window, total = self._window, sum(read.number for read in reads)
         each = known.hints.get(SAMPLES)
