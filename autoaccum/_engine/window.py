@@ -127,7 +127,7 @@ class Engine:
         # Of the current window: what its micro-batches have given, and why the last attempt lacked memory.
         self._given: PartResult | None = None
         self._lack: MemoryEvent | None = None
-        self._is_checked_again = self._has_failed = False
+        self._has_failed = False
         self._warnings_reported = 0
         self._last_oom: int | None = None  # the window in which memory last ran out, by the windows done before it
         self._windows_are_long, self._sizes_are_fixed = True, False
@@ -227,7 +227,7 @@ class Engine:
         self._has_grad_mode = torch.is_grad_enabled()
         self.at, self.oom_events, self.repeats = Progress(), [], []
         self._given = self._lack = self._saved = None
-        self._is_checked_again = self._has_failed = False
+        self._has_failed = False
         step.stage.start = 0
         step.objective.begin_window()
         self.checks_all = bool(window.samples) and self.checks.are_due(window)
@@ -326,9 +326,8 @@ class Engine:
             self.restore()
             return
         if isinstance(error, RecheckWindow):
-            if self._is_checked_again:
+            if not self._step.objective.knowledge.may_ask:
                 raise error.error from None
-            self._is_checked_again = True
             self._step.objective.knowledge.ask_for_check()
             self._totals = self._totals if self._peers.is_part else None  # of what was known before
         else:

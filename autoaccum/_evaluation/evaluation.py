@@ -243,20 +243,21 @@ class Evaluator:
         raise whole_does_not_fit(self._step, said, Phase.EVALUATE, _TRIES, what)
 
     def _checked_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
-        """Run a micro-batch; once more, if a loss in it is not what a check has found earlier."""
+        """Run a micro-batch; again, if a loss in it is not what a check has found earlier."""
         # Not a loss over whole windows, nor one of a model that communicates in its passes.
         self._may_check = self._whole is None and self._step.passes is None
-        self._step.objective.knowledge.now.was_asked = not self._may_check
+        knowledge = self._step.objective.knowledge
+        knowledge.begin_asking(may=self._may_check)
         if self._may_check and size < window.samples:
             check_losses(self._step, window.part(start, start + size))
         while True:
             try:
                 return self._one_part(window, start, size)
             except RecheckWindow as error:
-                if not self._may_check:
+                if not knowledge.may_ask:
                     raise error.error from None
             self._may_check = False
-            self._step.objective.knowledge.ask_for_check()
+            knowledge.ask_for_check()
             check_losses(self._step, window.part(start, start + size))
 
     def _one_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -220,11 +221,11 @@ class Reads:
             RecheckWindow: None of them does, for the first time in a window: a check is due of what does not fit.
         """
         hints = self.known.hints
-        if hints and not fit and not self._knowledge.now.was_asked and not self._passes_together:
+        if hints and not fit and self._knowledge.may_ask and not self._passes_together:
             # It may be another function, or samples that were tried were alike by accident.
-            odd = [[not _are_one(*one, pairs) for one in pairs] for pairs in compared.values()]
-            parts = [read.part for read, is_odd in zip(reads, min(odd, key=sum), strict=True) if is_odd]
-            self._knowledge.now.doubtful = [row for part in parts for row in range(part.start, part.stop)]
+            fitting = [sum(_are_one(number, n, pairs) for number, n in pairs) for pairs in compared.values()]
+            closest = [*compared.values()][fitting.index(max(fitting))]
+            self._knowledge.now.contrasting = _contrasting(closest, [read.part for read in reads])
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             raise RecheckWindow(changed(self._key[0], how))
         if hints and not fit and not self._knowledge.is_checked_now and not self._passes_together:
@@ -234,6 +235,14 @@ class Reads:
 
     def _is_least(self, number: float) -> bool:
         return any(is_same(number, one) for one in self._clamps)
+
+
+def _contrasting(pairs: Sequence[tuple[float, float]], parts: Sequence[MicroBatch]) -> tuple[list[int], list[int]]:
+    """Return the samples of which a number is the least of a count, and the others, the greatest first."""
+    quotients = [number / n if n else math.inf for number, n in pairs]
+    order = sorted(zip(quotients, parts, strict=True), reverse=True)
+    rows = [(is_same(quotient, order[-1][0]), row) for quotient, part in order for row in range(*part[:2])]
+    return [row for is_least, row in rows if is_least], [row for is_least, row in rows if not is_least]
 
 
 def _is_zero(read: _Read) -> bool:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _MOST_INCOMPLETE = 4
 # So often evaluations ask for another check.
 _MOST_ASKED = 8
+# So often a window begins again with a check: of another function, and of samples whose divisors are unlike.
+_MOST_ASKED_IN_ONE = 2
 # After this many windows in a row whose weights were predicted wrong, windows run forward first, to learn them.
 _MOST_FAILURES = 3
 
@@ -43,15 +45,15 @@ class Current:
 
     Attributes:
         is_tried: Whether losses were tried for the window, whatever that confirmed.
-        was_asked: Whether a check was asked for in it.
-        doubtful: Samples of which nothing explains the divisor, for that check.
+        asked: How often a check was asked for in it.
+        contrasting: Samples for the two parts of that check, whose divisors are unlike parts of what is counted.
         counted_in_sums: What the evaluation has counted of what sums may be divided by.
         each_sample: The w of a sample, by summand, as the evaluation began with it.
     """
 
     is_tried: bool = False
-    was_asked: bool = False
-    doubtful: Sequence[int] = ()
+    asked: int = 0
+    contrasting: tuple[Sequence[int], Sequence[int]] = ((), ())
     counted_in_sums: dict[Count, float] = field(default_factory=dict)
     each_sample: dict[SummandKey, float] = field(default_factory=dict)
 
@@ -93,6 +95,11 @@ class LossKnowledge:
     def is_stated(self) -> bool:
         """Whether the arguments or the loss's type say how every loss is put together."""
         return self.default is not None or self.is_torch_loss
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether another check may be asked for in the window."""
+        return self.now.asked < _MOST_ASKED_IN_ONE
 
     @property
     def needs_no_check(self) -> bool:
@@ -164,9 +171,13 @@ class LossKnowledge:
         """Return all summands, with what is known of them."""
         return [((name, n), one) for name, known in self.summands.items() for n, one in enumerate(known)]
 
+    def begin_asking(self, *, may: bool = True) -> None:
+        """Begin a window, or a micro-batch of an evaluation, for which checks may be asked for."""
+        self.now.asked = 0 if may else _MOST_ASKED_IN_ONE
+
     def ask_for_check(self) -> None:
         """Have losses tried before the next window that is cut, whatever is known of them."""
-        self.is_checked, self.now.was_asked = False, True
+        self.is_checked, self.now.asked = False, self.now.asked + 1
 
     def do_without_check(self) -> None:
         """Go on with what is known, since a check does not fit; it is tried again when the next is due."""
@@ -176,7 +187,8 @@ class LossKnowledge:
 
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""
-        self.is_checked_now = self.now.is_tried = self.now.was_asked = False
+        self.is_checked_now = self.now.is_tried = False
+        self.begin_asking()
 
     def begin_evaluation(self) -> None:
         """Begin an evaluation, which has counted nothing yet."""

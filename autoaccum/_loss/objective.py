@@ -187,7 +187,7 @@ class Objective:
                 found = trial.alone(window) if checked is None else checked
         finally:
             before.restore()
-        self._most, knowledge.now.doubtful = most, ()  # which fit
+        self._most, knowledge.now.contrasting = most, ((), ())  # which fit
         if not self._gave_no_loss:
             knowledge.learn(found, trial.tried, is_checked=checked is not None, is_complete=trial.is_complete)
         for name in knowledge.of_unlike_divisors():

@@ -94,7 +94,7 @@ class LossCheck:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
         has_tried = False
-        for sample, first in choices(window, most, self.knowledge.now.doubtful):
+        for sample, first in choices(window, most, self.knowledge.now.contrasting):
             for source in self.passes:
                 self._try(source, sample, first)
             has_tried = True

@@ -20,10 +20,12 @@ _TO_HALVE = 7
 _LOOKED_AT, _MOST_CHOICES = 64, 8
 
 
-def choices(window: Window, most: int, doubtful: Sequence[int] = ()) -> Iterator[tuple[Window, int]]:
+def choices(
+    window: Window, most: int, contrasting: tuple[Sequence[int], Sequence[int]] = ((), ())
+) -> Iterator[tuple[Window, int]]:
     """Yield samples from all over a window, and how many of them are in the first of two parts; the best choice first.
 
-    The first part of the first choice is of samples that are `doubtful`, if there are any.
+    The two parts of the first choice are of samples that are `contrasting`, if there are any.
 
     Later choices are of other samples, until none are left. A window of which no two samples can be joined has none.
     """
@@ -40,10 +42,11 @@ def choices(window: Window, most: int, doubtful: Sequence[int] = ()) -> Iterator
     for _ in range(_MOST_CHOICES):
         # About a third in the first part: losses may need two samples. One part is odd, since they may take pairs.
         first = (len(rows) + 1) // 3 if len(rows) >= _TO_HALVE else len(rows) // 2
-        odd = [row for row in doubtful if start <= row < start + samples][:first]
-        first = len(odd) or first
-        yield window.chosen(list(dict.fromkeys([*odd, rows[0], *rows[:0:-1]]))[: len(rows)]), first
-        doubtful = ()
+        least, others = ([row for row in part if start <= row < start + samples] for part in contrasting)
+        least = least[:first]
+        first = len(least) or first
+        yield window.chosen(list(dict.fromkeys([*least, *others, rows[0], *rows[:0:-1]]))[: len(rows)]), first
+        contrasting = (), ()
         used = set(rows)
         rest = [row for row in rest if row not in used]
         rows = rest[:number]

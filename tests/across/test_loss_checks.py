@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from support.faults.modes import differences, state_of
+from support.losses.forms import Form
+from support.losses.outcomes import by_runner, outcome
 
 SAMPLES = 12
 
@@ -66,7 +68,7 @@ def test_pair_that_counts_by_samples_what_compares_them_is_warned_of_beside_anot
         trained(linear(), [*batches(2)], loss, lambda model, batch: model(batch["inputs"]), torch.optim.SGD, parts=3)
 
 
-# --- learned weights ----------------------------------------------------------------------------------------------
+# --- learned weights --------------------------------------------------------------------------------------------------
 
 
 class Weighted(nn.Linear):
@@ -615,7 +617,7 @@ def test_check_runs_no_more_samples_than_a_wrapper_allows_as_more_have_been_kill
     assert max(sizes) == 3
 
 
-# --- what is said of the number that is reported ------------------------------------------------------------------------
+# --- what is said of the number that is reported ----------------------------------------------------------------------
 
 
 UNLIKE = {
@@ -641,3 +643,27 @@ def test_number_of_terms_with_unlike_divisors_is_said_to_be_approximate(loss, ca
 
     said = [one for one in caplog.messages if "the number that is reported is approximate" in one]
     assert len(said) == (loss in UNLIKE.values())
+
+
+# --- losses that compare samples, which the first check cannot see ----------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [(5, 1, 4, 2), (3,) * 4])
+def test_mean_up_to_the_longest_of_its_micro_batch_is_told_once_lengths_differ(cut):
+    """Once none of the counts that explained its divisor does, samples are tried whose divisors are unlike."""
+
+    def loss(o, b):
+        until = int(b["kept"].sum(1).max().clamp(min=1))
+        return (o.square().mean(1, keepdim=True) * b["kept"])[:, :until].mean()
+
+    found = set()
+    for seed in range(8):
+        windows = []
+        for number in range(4):
+            chance = torch.Generator().manual_seed(1000 * seed + number)
+            kept = torch.rand(12, 5, generator=chance) < (1.0 if number < 2 else 0.15)
+            windows.append({"x": torch.randn(12, 6, generator=chance, dtype=torch.float64), "kept": kept.double()})
+        form = Form(loss, model=linear, cut=cut, lr=0.01, tolerance=1e-8)
+        found.add(outcome(form, by_runner, windows))
+
+    assert found <= {"exact", "warned", "stopped"}
