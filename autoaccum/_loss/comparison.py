@@ -8,7 +8,7 @@ says n. Anything else compares samples with each other, and micro-batches do not
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -100,11 +100,11 @@ class _Compared:
 
     def _clamped(self, weights: Sequence[float]) -> Known | None:
         """Return a mean over the n of a max(k, n) that the passes have computed; None for anything else."""
-        divisors = [float(one.divisor or 0.0) for one in self._summands]
-        clamp = clamp_of(self._runs, divisors) if all(divisors) else None
-        if clamp is None or not self._add_up([one / weights[0] for one in weights[1:]]):
+        clamp = clamp_of(self._runs, [one.divisor for one in self._summands])
+        if clamp is None or clamp.is_guess or not self._add_up([one / weights[0] for one in weights[1:]]):
             return None
-        counted = [n * weight / divisor for n, weight, divisor in zip(clamp.counted, weights, divisors, strict=True)]
+        each = [weight / float(one.divisor or 1.0) for weight, one in zip(weights, self._summands, strict=True)]
+        counted = [n * own for n, own in zip(clamp.counted, each, strict=True)]
         mean = Known(Reduction.MEAN, per_sample=abs(counted[0]) / self._runs[0].samples)
         found = hinted(mean, counted, clamp.counted, [run.counts for run in self._runs])
         if not found.hints and min(clamp.counted) < clamp.least:  # of which nothing tells n
@@ -195,21 +195,23 @@ class SeenClamp(NamedTuple):
     Attributes:
         least: The divisor where n is less than k.
         counted: What the divisor of each of the passes is without the clamp.
+        is_guess: Whether the divisor, several times k in all passes, may be a number of its own.
     """
 
     least: float
     counted: Sequence[float]
+    is_guess: bool
 
 
-def clamp_of(runs: Sequence[Observation], divisors: Sequence[float], *, is_computed: bool = False) -> SeenClamp | None:
+def clamp_of(runs: Sequence[Observation], divisors: Sequence[Any], *, is_computed: bool = False) -> SeenClamp | None:
     """Return the max(k, n), whose n adds up, that gave the divisors of all samples and of two parts; None if none did.
 
     Args:
         runs: The passes.
-        divisors: What the graph of each holds.
+        divisors: What the graph of each holds; 0 or None for nothing.
         is_computed: Whether to look only at what torch has computed.
     """
-    if len({len(run.clamps) for run in runs}) > 1:
+    if len({len(run.clamps) for run in runs}) > 1 or not all(divisors):
         return None
     for of_runs in zip(*(run.clamps for run in runs), strict=True):
         if is_computed and not of_runs[0].is_computed:
@@ -219,10 +221,10 @@ def clamp_of(runs: Sequence[Observation], divisors: Sequence[float], *, is_compu
             whole, *parts = counted
             if not least > SAME_WEIGHT * whole > 0 or any(other != least for other in others):
                 continue
-            each = [divisor / max(least, n) for n, divisor in zip(counted, divisors, strict=True)]
-            is_constant = max(counted) <= least  # then a multiple of it says nothing
-            if is_same(sum(parts), whole) and all(is_same(one, 1.0 if is_constant else each[0]) for one in each):
-                return SeenClamp(least * each[0], [n * each[0] for n in counted])
+            each = [float(divisor) / max(least, n) for n, divisor in zip(counted, divisors, strict=True)]
+            if is_same(sum(parts), whole) and all(is_same(one, each[0]) for one in each):
+                is_guess = max(counted) <= least and not is_same(each[0], 1.0)
+                return SeenClamp(least * each[0], [n * each[0] for n in counted], is_guess)
     return None
 
 

@@ -127,7 +127,7 @@ _GREATER = {
     *(torch.maximum, torch.fmax, torch.max, Tensor.maximum, Tensor.fmax, Tensor.max),
 }
 # What Python's max() calls of a tensor.
-_COMPARED = {Tensor.__gt__, Tensor.__lt__, Tensor.__ge__, Tensor.__le__}
+_COMPARED = {Tensor.gt, Tensor.lt, Tensor.ge, Tensor.le}
 
 
 class Clamp(NamedTuple):

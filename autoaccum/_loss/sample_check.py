@@ -163,8 +163,10 @@ class LossCheck:
             return
         self._open.pop(name, None)
         self._found[name] = known
-        if any(one.reduction is Reduction.SUM and one.least == 1.0 for one in known):
-            self.knowledge.said.of_divisor(name, 1.0, is_only=losses == len(known) == 1)
+        for number, one in enumerate(known):
+            of_summand = [one.summands[number].divisor for one in runs] if alike else [None]
+            if one.reduction is Reduction.SUM and (one.least == 1.0 or (one.least and clamp_of(runs, of_summand))):
+                self.knowledge.said.of_divisor(name, one.least, is_only=losses == len(known) == 1)
 
     def _check_stated(self, name: str, runs: Sequence[Observation], known: Known, losses: int) -> None:
         """Reject a pair or a vector, one of so many losses, whose sums or weights do not add up."""

@@ -369,3 +369,37 @@ def test_mean_over_samples_in_which_something_counts_is_not_silent(seed):
     found = outcome(Form(loss, model=Net, cut=(5, 1, 4, 2), tolerance=1e-8), by_runner, windows)
 
     assert found in ("exact", "warned", "stopped", "refused")
+
+
+@pytest.mark.parametrize(
+    ("divisor", "expected"),
+    [
+        (lambda n: n.clamp(min=32), "exact"),
+        (lambda n: torch.clamp(input=n, min=32), "exact"),
+        (lambda n: max(32, n), "exact"),
+        (lambda n: max(n, torch.tensor(32.0)), "exact"),
+        (lambda n: 2 * n.clamp(min=32), "warned"),
+        (lambda n: max(32, int(n)), "warned"),
+    ],
+)
+def test_k_above_the_number_of_samples_that_are_tried_is_exact_where_torch_computes_it(divisor, expected):
+    windows = []
+    for number in range(4):
+        chance = torch.Generator().manual_seed(number)
+        kept = (torch.rand(64, generator=chance) < 0.7).double()
+        windows.append({"x": torch.randn(64, 4, generator=chance, dtype=torch.float64), "kept": kept})
+
+    def loss(o, b):
+        return (o.square().mean(1) * b["kept"]).sum() / divisor(b["kept"].sum())
+
+    assert outcome(Form(loss, model=Net, cut=(16,) * 4, tolerance=1e-8), by_runner, windows) == expected
+
+
+def test_sum_over_a_constant_beside_a_clamped_count_that_has_nothing_to_do_with_it_is_exact():
+    def loss(o, b):
+        hits = ((o[:, 0] > 0) * b["kept"]).sum().clamp(min=1)
+        return {"loss": o.square().sum() / 64, "hits": 100.0 / hits}
+
+    windows = [{"x": one["x"], "kept": one["kept"]} for one in kept_windows(0.9, 0.9, 0.9)]
+
+    assert outcome(Form(loss, model=Net, cut=(2,) * 4, tolerance=1e-8), by_runner, windows) == "exact"
