@@ -199,8 +199,10 @@ class Reads:
 
     def _explains_sum(self, known: Known, reads: Sequence[_Read]) -> bool:
         """Whether the sum of weights is what hints predict, as it is in almost every window."""
-        if reads[0].counts is not None or any(map(_is_zero, reads)):  # what is divided by k adds up by accident
+        if reads[0].counts is not None:
             return False
+        if known.least and any(_is_zero(read) and is_same(read.number, known.least) for read in reads):
+            return False  # where n is 0, k adds up by accident
         window, total = self._window, sum(read.number for read in reads)
         each = known.hints.get(SAMPLES)
         if each and not all(is_same(read.number, each * (read.part.stop - read.part.start)) for read in reads):
