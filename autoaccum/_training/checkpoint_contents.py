@@ -23,10 +23,10 @@ from autoaccum._data.loader_state import Position
 from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizer_modes import evaluation_weights
-from autoaccum._engine.optimizers import OptimizerList, parts_of_scheduler
+from autoaccum._engine.optimizers import OptimizerList
 from autoaccum._records import SAMPLES
 from autoaccum._sizing.cutting import Cutting
-from autoaccum._training.checkpoint_types import check_like, check_states, check_types, is_of_torch
+from autoaccum._training.checkpoint_types import check_types
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Contents:
                     f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, "
                     "pass another folder as checkpoint=, or resume=False to start from scratch"
                 )
-        _check_others(content, now, self._step.optimizer, self._schedule.scheduler)
+        _check_others(content, now, self._step.optimizer)
 
     def check_part(self, part: Mapping[str, Any]) -> None:
         """Check what a checkpoint holds of this rank.
@@ -258,10 +258,8 @@ def _description(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _check_others(
-    content: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: Any
-) -> None:
-    """Check what the modules, the optimizer, the scheduler and the scaler have kept, by what those of this call keep.
+def _check_others(content: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Check what the modules and the optimizer have kept, by what those of this call keep.
 
     Raises:
         ValueError: It is of another kind.
@@ -278,16 +276,10 @@ def _check_others(
     for group, other in zip(own["optimizer"]["state"]["param_groups"], kept["param_groups"], strict=True):
         if other["params"] != group["params"]:
             raise ValueError("the optimizer's parameters have other numbers")
-        if all(map(is_of_torch, getattr(optimizer, "parts", [optimizer]))):
-            check_like("optimizer.param_groups", other, group)
-    check_states(optimizer, kept["state"])
     weights = content["optimizer"]["weights"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if weights is not None and list(map(_form, weights)) != list(map(_form, parameters)):
         raise ValueError("the weights that the optimizer trains with are of other shapes than its parameters")
-    if all(map(is_of_torch, parts_of_scheduler(scheduler))):
-        check_like("scheduler", content["scheduler"], own["scheduler"])
-    check_like("scaler", content["scaler"], own["scaler"])
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

@@ -1,25 +1,20 @@
 """Checks that the values in a checkpoint are of the types that were written, before any of them is used.
 
-A checksum tells damage, not who wrote a file. What `fit` itself keeps is known to the last value. What optimizers,
-schedulers and modules keep is theirs: it is compared with what those of this call keep.
+A checksum tells damage, not who wrote a file. What `fit` itself keeps is known to the last value. What optimizers and
+schedulers keep is judged by their own `load_state_dict`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from autoaccum._arguments import shown
 
-if TYPE_CHECKING:
-    import torch
-
 # Of numbers: none beyond what a training can reach.
 _COUNT, _POSITIVE = range(2**53), range(1, 2**53)
-# What PyTorch's optimizers keep as numbers; all else is of the parameter's shape.
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 # A form is a type, a range of numbers, a list of any number of a form, or a mapping with these; (form,) may be None.
 _POSITION = {
     "epoch": _POSITIVE,
@@ -108,68 +103,3 @@ def _check(name: str, value: Any, form: Any) -> None:
 def _require(name: str, value: object, is_right: object) -> None:
     if not is_right:
         raise ValueError(f"{name} is {shown(value)}, of type {type(value).__name__}")
-
-
-# --- what others keep -------------------------------------------------------------------------------------------------
-
-
-def check_like(name: str, value: Any, own: Any) -> None:
-    """Check a value of one of PyTorch's optimizers, schedulers or scalers by that which it has in this call.
-
-    Raises:
-        ValueError: It is of another kind. A switch that is None here may be set there, and the reverse.
-    """
-    if isinstance(own, Mapping):
-        _require(name, value, isinstance(value, Mapping))
-        for key in own.keys() & value.keys():
-            check_like(f"{name}.{key}", value[key], own[key])
-    elif isinstance(own, list | tuple):
-        _require(name, value, isinstance(value, list | tuple) and (not own or len(value) == len(own)))
-        for item, one in zip(value, own, strict=False):
-            check_like(name, item, one)
-    elif own is None or type(own) is bool:
-        _require(name, value, value is None or type(value) is bool or (own is None and _is_number(value)))
-    elif _is_number(own):
-        _require(name, value, _is_number(value))
-    elif isinstance(own, Tensor):
-        _require(name, value, isinstance(value, Tensor) and value.shape == own.shape)
-    elif type(own) is str:
-        _require(name, value, type(value) is str)
-
-
-def check_states(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> None:
-    """Check what an optimizer keeps for each parameter; of others than PyTorch's is only known that it has names.
-
-    PyTorch's keep the same entries for all parameters of a group: numbers, or tensors of the parameter's shape.
-
-    Raises:
-        ValueError: It is of another kind.
-    """
-    is_plain = is_of_torch(optimizer) and type(optimizer).__name__ not in ("Adafactor", "LBFGS")
-    number = 0
-    for group in optimizer.param_groups:
-        common: dict[Any, bool] = {}  # entries, and whether they are tensors
-        for parameter in group["params"]:
-            what, state = f"optimizer.state.{number}", states.get(number, {})
-            number += 1
-            _require(what, state, isinstance(state, Mapping))
-            if not is_plain:
-                continue
-            for name, value in state.items():
-                is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape
-                _require(f"{what}.{name}", value, is_like_it or (name in _NUMBERS and _is_number(value)))
-            entries = {name: isinstance(value, Tensor) for name, value in state.items()}
-            common = common or entries
-            _require(what, state, entries in ({}, common))
-    _require("optimizer.state", states, not is_plain or states.keys() <= set(range(number)))
-
-
-def is_of_torch(thing: object) -> bool:
-    """Whether an optimizer or a scheduler is PyTorch's, and holds nothing of the user's whose form may change."""
-    return type(thing).__module__.startswith("torch.") and not hasattr(thing, "lr_lambdas")
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
