@@ -38,9 +38,6 @@ _PATIENCE_S, _PAUSE_S = 180.0, 1.0
 _HOLDER = re.compile(rb"process \d+ on [\w.-]+")
 _MOST_BYTES = 300
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-# A file server that is briefly unavailable.
-_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
-_PAUSES_S = (0.1, 0.5, 1.0)
 # The locks of this process, all of them, and those held by device and number of the folder: some file systems grant a
 # lock twice to one process.
 _made: weakref.WeakSet[FolderLock] = weakref.WeakSet()
@@ -173,15 +170,11 @@ class FolderLock:
             if not self._folder.is_dir():
                 raise self._is_gone()
             return
-        for pause_s in (*_PAUSES_S, None):
-            try:
-                is_there = self._is_in_place(self.call.fileno())
-                content = self._content() if is_there else b""
-                break
-            except OSError as error:
-                if pause_s is None or error.errno not in _TRANSIENT:
-                    raise self._cannot_be_used(error) from error
-                time.sleep(pause_s)
+        try:
+            is_there = self._is_in_place(self.call.fileno())
+            content = self._path.read_bytes() if is_there else b""
+        except OSError as error:
+            raise self._cannot_be_used(error) from error
         if not is_there or self._written not in (None, content):
             raise self._is_lost(content)
 
@@ -200,11 +193,6 @@ class FolderLock:
             "replaced, and another process may train there; nothing more is written, and the same call resumes from "
             "the last checkpoint there"
         )
-
-    def _content(self) -> bytes:
-        """Return what the file holds on its server."""
-        with self._path.open("rb", buffering=0) as file:
-            return file.read(_MOST_BYTES) or b""
 
     def _is_in_place(self, descriptor: int) -> bool:
         """Whether the path still names an open file."""
