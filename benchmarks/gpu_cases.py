@@ -338,23 +338,6 @@ class UNet(nn.Module):
         return self.head(images)
 
 
-class Recurrent(nn.Module):
-    """A recurrent network that classifies sequences (N, length, width)."""
-
-    def __init__(self, kind, width, layers):
-        super().__init__()
-        self.body = getattr(nn, kind)(width, width, layers, batch_first=True)
-        self.head = nn.Linear(width, 5)
-
-    def forward(self, sequences):
-        """Return logits."""
-        return self.head(self.body(sequences)[0][:, -1])
-
-
-def _sequences(length, width, n):
-    return torch.randn(n, length, width), torch.randint(5, (n,))
-
-
 def jobs(tiny, device="cuda"):
     """Return the trainings whose memory is predicted and measured, by name, the most important first."""
     part = functools.partial
@@ -380,15 +363,12 @@ def jobs(tiny, device="cuda"):
     mixed_text = part(labelled_tokens, mixtral["vocab_size"], length)
     resnet, images = part(torchvision_model, "resnet18" if tiny else "resnet50"), part(photographs, side, 1000)
     unet, masks = part(UNet, 8 if tiny else 64), part(photographs, 32 if tiny else 256, 21, masks=True)
-    lstm, gru = (part(Recurrent, kind, length, layers) for kind, layers in (("LSTM", 4), ("GRU", 2)))
-    sequences = part(_sequences, length // 4, length)
     convnext, vit = part(torchvision_model, "convnext_tiny"), part(torchvision_model, "vit_b_16")
     listed = {
         "GPT-2 124M, bf16": (make_gpt2, gpt2_text, 8),
         "ResNet-50, fp32 with TF32": (resnet, images, 64, "fp32", SGD),
         "Llama 1B, bf16": (lm, lm_text, 2),
         "BERT-base sdpa, bf16": (part(encoder, "sdpa"), text, 16),
-        "LSTM 4 x 1024, fp32": (lstm, sequences, 64, "fp32"),
         "ConvNeXt-T, bf16": (convnext, images, 64),
         "GPT-2 124M, fp32": (make_gpt2, gpt2_text, 4, "fp32"),
         "ResNet-50, bf16": (resnet, images, 128, "bf16", SGD),
@@ -402,10 +382,9 @@ def jobs(tiny, device="cuda"):
         "BERT-base eager, bf16": (part(encoder, "eager"), text, 16),
         "ViT-B/16, bf16": (vit, part(photographs, 224, 1000), 64),
         "ResNet-50, fp32 without TF32": (resnet, images, 64, "fp32", SGD, False),
-        "GRU 2 x 1024, fp32": (gru, sequences, 64, "fp32"),
     }
     if tiny:
-        kept = ("GPT-2 124M, bf16", "ResNet-50, bf16", "Llama 1B, bf16, LoRA", "LSTM 4 x 1024, fp32", "U-Net, bf16")
+        kept = ("GPT-2 124M, bf16", "ResNet-50, bf16", "Llama 1B, bf16, LoRA", "U-Net, bf16")
         listed = {name: (*listed[name][:2], 2, *listed[name][3:]) for name in kept}
     return {name: _job(name, device, *of) for name, of in listed.items()}
 

@@ -2,7 +2,7 @@
 
 Fakes of device "cuda" take CUDA's paths wherever the path depends only on the device (fused dropout, cuDNN's batch
 norm, autocast's lists). These rules cover the rest: choices that need the GPU. Kernels' workspaces are in
-`_estimate/cuda_kernels.py` and `_estimate/cudnn_recurrent.py`.
+`_estimate/cuda_kernels.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autoaccum._estimate.cuda_kernels import LAST, runs_channels_last
-from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
 from autoaccum._estimate.gpu_properties import GPUAnswers
 from autoaccum._estimate.own_thread import replaced
@@ -43,7 +42,7 @@ _WITH_32_MIB = ("h100", "h200", "h800", "h20", "gh200", "b100", "b200", "b300", 
 
 
 class CudaCalls(TorchFunctionMode):
-    """Redirects calls that need the driver: attention and recurrent layers to a kernel, backward to graph nodes."""
+    """Redirects calls that need the driver: attention to a kernel, backward to graph nodes."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,8 +51,6 @@ class CudaCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _ATTENTION:
             return attention(*args, **kwargs)
-        if is_recurrent(func) and args[0].device.type == "cuda":
-            return recurrent(func, args)
         if func is Tensor.backward:
             # Entered again, because a checkpoint's second forward pass runs inside.
             with self:

@@ -14,7 +14,6 @@ from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
 from autoaccum._data.nesting import tensors_in
 from autoaccum._engine.precision import own_half_type
-from autoaccum._estimate import cudnn_recurrent
 from autoaccum._estimate.fake import built_on_meta, why_stuck
 from autoaccum._estimate.fake_step import FakeJob, FakeStep, take_lists
 from autoaccum._estimate.gpu_properties import GPUAnswers
@@ -50,7 +49,7 @@ _OF_CUDNN = (
 
 
 class NotTracedError(InvalidInputError):
-    """A step cannot be traced on fake tensors, which have no values."""
+    """A step cannot be predicted by fake tensors, which have no values."""
 
 
 def trace_step(
@@ -96,7 +95,7 @@ def trace_step(
 
     Raises:
         InvalidInputError: An argument cannot be used.
-        NotTracedError: The step cannot be traced without values.
+        NotTracedError: The step cannot be traced without values, or has recurrent layers on a GPU.
     """
     largest = count(batch, split) if most is None else check_positive_int("most", most)
     asked = sorted(set(sizes)) if sizes else sorted({1, min(2, largest), -(-largest // 2), largest})
@@ -115,6 +114,11 @@ def trace_step(
         split=split,
         answers=GPUAnswers(gpu, tensor_float=tensor_float),
     )
+    if kind == "cuda" and (layer := next((one for one in job.model.modules() if isinstance(one, nn.RNNBase)), None)):
+        raise NotTracedError(
+            f"the memory of {type(layer).__name__} on a GPU is not predicted, since cuDNN does not say what it keeps; "
+            "measure the model on the GPU, without its name"
+        )
     with _in_words():
         step = FakeStep(job)
     notes, share = [*notices.texts, *_notes(job)], 0.0
@@ -183,5 +187,3 @@ def _notes(job: FakeJob) -> Iterator[str]:
         yield text + _OF_LENGTHS if is_cuda else text
     if is_cuda and any(isinstance(part, nn.modules.conv._ConvNd) for part in modules):
         yield _OF_CUDNN
-    if is_cuda and any(isinstance(part, nn.RNNBase) for part in modules):
-        yield cudnn_recurrent.NOTE

@@ -20,7 +20,7 @@ class Margin(NamedTuple):
 
     Attributes:
         share: The share of the prediction that a step may take in addition.
-        runs: The number of published runs; 0 if the share is assumed.
+        runs: The number of published runs.
         kind: What the runs trained, for the note.
     """
 
@@ -31,11 +31,10 @@ class Margin(NamedTuple):
     @property
     def basis(self) -> str:
         """The margin and its origin, as a note."""
-        text = f"safe sizes leave {self.share:.1%} of the prediction free"
-        if not self.runs:
-            return f"{text}, which is assumed: {self.kind}"
-        runs = f"{self.runs} published trainings of {self.kind}"
-        return f"{text}: 95% of {runs} took at most that much more than predicted"
+        return (
+            f"safe sizes leave {self.share:.1%} of the prediction free: 95% of {self.runs} published trainings of "
+            f"{self.kind} took at most that much more than predicted"
+        )
 
 
 # By kind of model and precision.
@@ -45,8 +44,6 @@ MARGINS = {
     ("others", "fp32"): Margin(0.091, 96, "models without convolutions in fp32"),
     ("others", "half"): Margin(0.048, 51, "models without convolutions in half precision"),
 }
-# Assumed: more than any margin that was measured.
-_RECURRENT = Margin(0.25, 0, "no training with recurrent layers was published")
 
 
 def margin_for(modules: Iterable[nn.Module], precision: str) -> Margin:
@@ -56,9 +53,6 @@ def margin_for(modules: Iterable[nn.Module], precision: str) -> Margin:
         modules: The model's modules.
         precision: "fp32", "bf16" or "fp16".
     """
-    modules = list(modules)
-    if any(isinstance(one, nn.RNNBase) for one in modules):
-        return _RECURRENT
     # One convolution alone makes patches or an embedding.
     convolves = sum(isinstance(one, nn.modules.conv._ConvNd) for one in modules) > 1
     return MARGINS["convolutions" if convolves else "others", "fp32" if precision == "fp32" else "half"]

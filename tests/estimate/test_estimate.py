@@ -119,6 +119,15 @@ def test_optimizer_that_may_branch_on_values_is_refused():
         estimate_step(mlp(), batch_of((64,)), optimizer=SkipsWhatIsNotFinite)
 
 
+def test_recurrent_layers_are_predicted_for_the_cpu_alone():
+    model, batch = nn.Sequential(nn.LSTM(8, 8)), (torch.randn(2, 3, 8), torch.randn(2, 3, 8))
+    options = {"forward": lambda model, batch: model(batch[0])[0], "loss": nn.MSELoss()}
+
+    assert estimate_step(model, batch, **options).footprints
+    with pytest.raises(InvalidInputError, match="the memory of LSTM on a GPU is not predicted"):
+        estimate_step(model, batch, gpu=SMALL_GPU, **options)
+
+
 def test_optimizer_that_takes_no_lists_by_itself_takes_none_on_a_gpu():
     wide, batch = (
         nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))),
