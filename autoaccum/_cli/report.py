@@ -69,7 +69,6 @@ _NUMBER: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 @click.option("--no-measure", is_flag=True, help="Only predict, whatever device there is.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report as a page.")
-@click.option("--snapshot", type=click.Path(path_type=Path), metavar="FILE", help="Also write each allocation.")
 @click.option("--require-micro-batch", **_NUMBER, help="Exit with 6 if the largest safe micro-batch is below N.")
 @click.option("--optimistic", is_flag=True, help="Exit by the sizes that are predicted to fit, not by the safe ones.")
 @click.option("--require-free", **_SIZE, help="Exit with 7 if the device has less memory free, such as 20GiB.")
@@ -90,7 +89,6 @@ def report_command(
     no_measure: bool,
     as_json: bool,
     html: Path | None,
-    snapshot: Path | None,
     require_micro_batch: int | None,
     optimistic: bool,
     require_free: str | None,
@@ -113,11 +111,8 @@ def report_command(
         with _in_words_of_options(["require_free"]):
             free_bytes = None if require_free is None else parse_size(require_free, name="require_free")
         _check_gpus(gpus, device_memory, display, no_measure=no_measure)
-        for path, option in ((html, "--html"), (snapshot, "--snapshot")):
-            if path is not None:
-                check_place(path, option)  # before any slow work
-        if snapshot is not None and not gpus and device_memory is None:
-            raise InvalidInputError("--snapshot is of a prediction; name a GPU (--gpu h100-80gb), or --device-memory")
+        if html is not None:
+            check_place(html, "--html")  # before any slow work
         with contextlib.redirect_stdout(sys.stderr):
             call = first_call(script, arguments).with_arguments(given)
             batch = _first_batch(call)
@@ -144,8 +139,6 @@ def report_command(
         _print(made.to_dict() if as_json else made)
         if html is not None:
             made.save_html(html)
-        if snapshot is not None:
-            made.save_snapshot(snapshot)
         code, why = verdict(made, require_free_bytes=free_bytes)
         if why:
             complain(why)

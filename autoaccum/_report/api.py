@@ -198,11 +198,6 @@ def preflight(
         remedies_on=remedies_on,
         warnings=(*warnings, *_of_batchnorm(calls.modules, batchnorm, places), *of_remedies),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.notes)])),
-        timelines={
-            one.gpu.name: estimate.timeline(one.footprint.size)
-            for one, estimate in found
-            if isinstance(one, Predicted) and estimate is not None
-        },
     )
 
 

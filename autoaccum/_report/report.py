@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import pickle
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._estimate.snapshot import snapshot_of
 from autoaccum._report import page, table
 from autoaccum._report.records import ReportContents
 from autoaccum._system.files import beside
 from autoaccum._system.own_distribution import __version__
-from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from os import PathLike
 
     from rich.console import RenderableType
 
-    from autoaccum._estimate.allocation_trace import Timeline
 
 _VERSION = 3
 
@@ -41,18 +36,14 @@ class Report(ReportContents):
         remedies_on: The device that the remedies are for.
         required_micro_batch: The micro-batch that must fit everywhere; None if any will do.
         is_optimistic: Whether that is held against the largest size that is predicted to fit, not the safe one.
-        timelines: Every allocation of the plan's step on each GPU, by its name, for `save_snapshot`.
     """
-
-    timelines: Mapping[str, Timeline] = field(default_factory=dict, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON types, by the names of its attributes; docs/report.md describes them.
 
         Within a `version` keys are only added. NaN and infinity become None.
         """
-        whole: dict[str, Any] = _plain(asdict(replace(self, timelines={})))
-        del whole["timelines"]
+        whole: dict[str, Any] = _plain(asdict(self))
         for one, record in zip(self.predicted, whole["predicted"], strict=True):
             record |= {"verdict": one.verdict, "peak_bytes": one.peak_bytes, "headroom_bytes": one.headroom_bytes}
         if self.measured is not None:
@@ -76,25 +67,6 @@ class Report(ReportContents):
         """
         with beside(path) as unfinished:
             unfinished.write_text(self.to_html(), encoding="utf-8")
-
-    def save_snapshot(self, path: str | PathLike[str], gpu: str | None = None) -> None:
-        """Write every predicted allocation of a step in the format of PyTorch's memory viewer.
-
-        Open it at https://pytorch.org/memory_viz, or with `python -m torch.cuda._memory_viz trace_plot`.
-
-        Args:
-            path: The file.
-            gpu: The GPU; None for the first of the report.
-
-        Raises:
-            InvalidInputError: The report has no prediction, or none for this GPU; or as for `save_html`.
-        """
-        if gpu not in self.timelines and (gpu is not None or not self.timelines):
-            names = ", ".join(self.timelines) or "none; name a GPU (gpus=)"
-            raise InvalidInputError(f"a snapshot is of a prediction, and this report has: {names}")
-        timeline = self.timelines[gpu or next(iter(self.timelines))]
-        with beside(path) as unfinished:
-            unfinished.write_bytes(pickle.dumps(snapshot_of(timeline)))
 
     def __str__(self) -> str:
         return table.text_of(self)

@@ -141,11 +141,10 @@ def test_json_is_one_document(invoke, recipe):
 
 @pytest.mark.gpu_fakes
 def test_files_are_written_beside_the_result(invoke, recipe, tmp_path):
-    result = invoke(recipe, "--gpu", "l4", "--html", tmp_path / "report.html", "--snapshot", tmp_path / "step.pickle")
+    result = invoke(recipe, "--gpu", "l4", "--html", tmp_path / "report.html")
 
     assert result.exit_code == 0
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    assert (tmp_path / "step.pickle").stat().st_size > 0
 
 
 SCRIPT = """
@@ -438,7 +437,6 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--require-free", "lots"], "--require-free 'lots' cannot be read"),
         (["{recipe}:of_texts", "--target-tokens", "9"], "--target-tokens 9 finds no token"),
         (["{recipe}", "--device-memory", "lots"], "--device-memory 'lots' cannot be read"),
-        (["{recipe}", "--snapshot", "step.pickle"], "--snapshot is of a prediction; name a GPU"),
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),
         (["{recipe}", "--no-measure"], "nothing to report; name GPUs (--gpu h100-80gb)"),
     ],

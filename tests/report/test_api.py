@@ -3,17 +3,14 @@
 import copy
 import inspect
 import json
-import pickle
 import random
 import re
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.cuda import _memory_viz
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
@@ -254,21 +251,6 @@ def test_the_largest_of_a_loaders_first_batches_counts():
     assert mixed.predicted[0].footprint == whole.predicted[0].footprint
     assert any("differ in size" in note for note in mixed.notes)
     assert not any("differ in size" in note for note in whole.notes)
-
-
-@pytest.mark.gpu_fakes
-def test_a_snapshot_opens_in_the_memory_viewer_of_torch(tmp_path):
-    report = report_on(device=None, gpus=["l4", "t4"], measure=False)
-
-    report.save_snapshot(tmp_path / "step.pickle", "t4")
-
-    snapshot = pickle.loads((tmp_path / "step.pickle").read_bytes())  # noqa: S301 - our own
-    entries = snapshot["device_traces"][0]
-    live = list(accumulate(one["size"] * {"alloc": 1, "free_completed": -1}.get(one["action"], 0) for one in entries))
-    assert max(live) == report.timelines["t4"].peak().live_bytes
-    assert "<html" in _memory_viz.trace_plot(snapshot).lower()
-    with pytest.raises(InvalidInputError, match="this report has: l4, t4"):
-        report.save_snapshot(tmp_path / "other.pickle", "h100")
 
 
 @pytest.mark.gpu_fakes

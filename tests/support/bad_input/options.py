@@ -29,7 +29,6 @@ BAD = {
         "require_micro_batch": COUNTS[:4],
         "require_free": ["lots", "50%", "0"],
         "html": BELOW_A_FILE,
-        "snapshot": BELOW_A_FILE,
     },
     "run": {
         "target_batch": COUNTS,
