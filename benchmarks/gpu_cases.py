@@ -53,7 +53,7 @@ from gpu import NO_GPU, NO_TIME, ROOT
 
 MIB, GIB = 2**20, 2**30
 PACKAGES = ("torch", "torchvision", "transformers", "accelerate", "lightning", "peft", "pytest", "hypothesis")
-PACKAGES += ("torchao", "triton", "autoaccum", "liger-kernel")
+PACKAGES += ("torchao", "triton", "autoaccum")
 
 
 def size(n_bytes):
@@ -767,26 +767,21 @@ def _add_log_probs(findings):
 
 
 def _head(_connection, tokens, features, classes, device):
-    """Return median seconds of forward and backward of a head's loss: of whole logits, in chunks, by Liger."""
-    from autoaccum._saving import chunked_loss  # noqa: PLC0415 - which kernel is taken has no public name
-
+    """Return median seconds of forward and backward of a head's loss: of whole logits, and in chunks."""
     head = nn.Linear(features, classes, bias=False, device=device)
     hidden = torch.randn(tokens, features, device=device, requires_grad=True)
     labels, loss = torch.randint(classes, (tokens,), device=device), autoaccum.ChunkedLoss(head)
-    chosen = chunked_loss.has_kernel
 
     def whole(rows, targets):
         return functional.cross_entropy(head(rows).float(), targets)
 
-    def run(compute, has_kernel):
-        chunked_loss.has_kernel = has_kernel
+    def run(compute):
         with torch.autocast(device, torch.bfloat16):
             compute(hidden, labels).backward()
         head.weight.grad = hidden.grad = None
 
-    ways = {"whole logits": (whole, chosen), "chunks": (loss, lambda *_: False), "as chosen": (loss, chosen)}
-    ways |= {"Liger": (loss, lambda *_: True)} if device == "cuda" and chunked_loss._of_liger() else {}
-    times = in_turn({way: functools.partial(run, *of) for way, of in ways.items()}, 5, device=device)
+    ways = {"whole logits": whole, "chunks": loss}
+    times = in_turn({way: functools.partial(run, of) for way, of in ways.items()}, 5, device=device)
     return {way: statistics.median(values) for way, values in times.items()}
 
 

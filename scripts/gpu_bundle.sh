@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bundle=build/gpu-bundle
 most_mib="${GPU_BUNDLE_MOST_MIB:-20}"
-packages="${GPU_BUNDLE_PACKAGES-torchao liger-kernel}"
+packages="${GPU_BUNDLE_PACKAGES-torchao}"
 
 # Asked by running it: a version manager can have a `uv` on the PATH that does not start.
 if uv --version >/dev/null 2>&1; then

@@ -19,7 +19,6 @@ from autoaccum._estimate.cuda_kernels import LAST, runs_channels_last
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
 from autoaccum._estimate.gpu_properties import GPUAnswers
 from autoaccum._estimate.own_thread import replaced
-from autoaccum._saving import chunked_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -152,8 +151,6 @@ def without_driver(answers: GPUAnswers | None = None) -> Iterator[None]:
         replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         # PyTorch's own functions call attention without `CudaCalls`.
         replaced(functional, "scaled_dot_product_attention", attention),
-        # Liger's kernel reads values.
-        replaced(chunked_loss, "has_kernel", lambda *_: False),
         _layouts_of_cudnn(),
         _recomputing_without_engine(),
         functions_heard(),

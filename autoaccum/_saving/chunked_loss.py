@@ -33,8 +33,8 @@ class ChunkedLoss(nn.Module):
         loss = autoaccum.ChunkedLoss(model.lm_head)
         loss(hidden, labels)  # nn.CrossEntropyLoss()(model.lm_head(hidden).flatten(0, -2), labels.flatten())
 
-    The logits are computed once more in the backward pass, unless Liger is installed, which has a kernel for CUDA. The
-    loss is in float32 at least. What is kept for the backward pass is the hidden states alone.
+    The logits are computed once more in the backward pass. The loss is in float32 at least. What is kept for the
+    backward pass is the hidden states alone.
 
     Args:
         head: Makes logits, shape (..., classes), of hidden states, shape (..., features), for each token by itself. It
@@ -146,7 +146,6 @@ def chunked_cross_entropy(
     *,
     asked: str,
     held: Held | None = None,
-    is_alone: bool = True,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -154,8 +153,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy as `ChunkedLoss` does, of logits that `make` makes of some tokens.
 
-    The layer `head` does so with the parameters in `held`, by default its own; if it `is_alone`, kernels may take its
-    weight. `asked` is what to call this in an error.
+    The layer `head` does so with the parameters in `held`, by default its own. `asked` names this in errors.
     """
     held = held or Held(head)
     if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
@@ -167,11 +165,6 @@ def chunked_cross_entropy(
     weight = None if weight is None else weight.to(hidden.device, copy=True)  # it may change before the backward pass
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     counts = classes != ignore_index
-    is_plain = is_alone and weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
-    if is_plain and has_kernel(head, rows):
-        # The second number makes it a sum over elements, which says what a mean over micro-batches is divided by.
-        summed = functional.pad(by_liger(head, rows, classes, ignore_index).reshape(1), (0, 1)).sum()
-        return summed if reduction == "sum" else summed / counts.sum()
 
     def losses_of(rows: Tensor, classes: Tensor) -> tuple[Tensor]:
         held.check(head, asked)
@@ -258,53 +251,3 @@ def range_check(ids: Tensor) -> Callable[[Tensor], Tensor]:
         return logits
 
     return checked
-
-
-# --- Liger's kernel ---------------------------------------------------------------------------------------------------
-
-
-def has_kernel(head: Any, hidden: Tensor) -> bool:
-    """Whether Liger's kernel takes a head and hidden states, and is better than chunks.
-
-    It computes gradients in the forward pass already, so logits are computed once. In float16 these gradients, which
-    come before the loss is scaled, would vanish. The kernel takes so few tokens at a time that their logits have the
-    size of all hidden states; of fewer than 256, it is slower than chunks (benchmarks/gpu.py, "saving").
-    """
-    if hidden.device.type != "cuda" or _dtype_of(hidden) not in (torch.float32, torch.bfloat16) or _of_liger() is None:
-        return False
-    is_plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
-    return is_plain and bool(hidden.numel() >= _LEAST * head.out_features)
-
-
-def by_liger(head: Any, hidden: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
-    """Return the sum of the cross entropies of hidden states (N, D), with the weight's gradient added up in float32."""
-    function, dtype = _of_liger(), _dtype_of(hidden)
-    assert function is not None
-    with torch.autocast(hidden.device.type, enabled=False):
-        summed: Tensor = function(
-            hidden.to(dtype),
-            head.weight.to(dtype),
-            classes,
-            None if head.bias is None else head.bias.to(dtype),
-            ignore_index=ignore_index,
-            reduction="sum",
-            accum_dtype=torch.float32,
-        )
-    return summed
-
-
-def _dtype_of(hidden: Tensor) -> torch.dtype:
-    """Return the type of logits of hidden states."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-@functools.cache
-def _of_liger() -> Callable[..., Any] | None:
-    """Return Liger's function; None where it is not installed, or does not run with what is."""
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # noqa: PLC0415 - optional
-    except (ImportError, AttributeError, RuntimeError):
-        return None
-    found: Callable[..., Any] = liger_fused_linear_cross_entropy
-    return found

@@ -295,8 +295,7 @@ class UnmadeLogits(Tensor):
         is_known = is_known and given.get("reduction", "mean") in REDUCTIONS and given.pop("input") is self
         if not is_of_rows or not is_known or labels.is_floating_point():
             return None
-        is_cast = all(step.function in _CASTS for step in recipe.steps) and self.dtype is not torch.float64
-        how = {"held": recipe.held, "is_alone": is_cast, "asked": ASKED, **given}
+        how = {"held": recipe.held, "asked": ASKED, **given}
         with torch.set_grad_enabled(recipe.modes()[0]):
             return chunked_cross_entropy(recipe.made, recipe.head, recipe.hidden, labels, **how)
 

@@ -14,7 +14,6 @@ from autoaccum import Window
 from autoaccum._cli.doctor import examine  # seen on a GPU alone
 from autoaccum._data.transfer import Transfer  # seen on a GPU alone
 from autoaccum._memory.available_devices import backend_for  # seen on a GPU alone
-from autoaccum._saving import chunked_loss  # seen on a GPU alone
 from autoaccum._saving.savings import offloaded  # seen on a GPU alone
 from support.models.small import assert_bitwise, logged
 
@@ -56,27 +55,6 @@ def runner_of(model, precision, clip=None):
         precision=precision,
         clip_grad_norm=clip,
     )
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_kernel_for_the_loss_of_a_head_computes_what_chunks_do(precision):
-    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    torch.manual_seed(0)
-    head = nn.Linear(64, 500, device="cuda", dtype=dtype)
-    hidden = torch.randn(400, 64, device="cuda").to(dtype).requires_grad_()
-    inputs = [hidden, head.weight, head.bias]
-    classes = torch.randint(500, (400,), device="cuda").masked_fill(torch.arange(400, device="cuda") % 7 == 0, -100)
-    exact = [one.detach().double().requires_grad_() for one in inputs]
-
-    found = chunked_loss.by_liger(head, hidden, classes, -100)
-    got = torch.autograd.grad(found / 7, inputs)
-
-    expected = nn.functional.cross_entropy(nn.functional.linear(*exact), classes, reduction="sum")
-    allowed = 1e-4 if precision == "fp32" else 2e-2
-    assert found.item() == pytest.approx(expected.item(), rel=allowed)
-    for one, other in zip(got, torch.autograd.grad(expected / 7, exact), strict=True):
-        assert (one - other).norm() < allowed * other.norm()
 
 
 # fp16's scaler reads whether a gradient has overflowed, by hand as here.

@@ -1,10 +1,6 @@
 """ChunkedLoss is nn.CrossEntropyLoss of a head's logits, which are never whole."""
 
 import copy
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -183,9 +179,8 @@ def test_log_probabilities_of_wrong_input_are_refused(wrong):
 # --- in windows -------------------------------------------------------------------------------------------------------
 
 
-def trained(make, sizes, *, windows=4, double=True, **options):
-    model = Language()
-    model = model.double() if double else model
+def trained(make, sizes, *, windows=4, **options):
+    model = Language().double()
     runner = autoaccum.Runner(
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
@@ -195,15 +190,6 @@ def trained(make, sizes, *, windows=4, double=True, **options):
     )
     reports = [runner.step((TOKENS, LABELS)) for _ in range(windows)]
     return [float(report.loss) for report in reports], list(model.parameters())
-
-
-def by_kernel(monkeypatch):
-    def summed(head, hidden, classes, ignore_index):
-        return functional.cross_entropy(head(hidden), classes, reduction="sum", ignore_index=ignore_index)
-
-    monkeypatch.setattr(chunked_loss, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(chunked_loss, "by_liger", summed)
-    monkeypatch.setattr(chunked_loss, "checkpoint", None)  # of chunks
 
 
 def in_model(options):
@@ -217,24 +203,21 @@ def in_model(options):
 
 
 @pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("name", ["mean", "sum", "smoothed", "weighted", "weighted and smoothed", "kernel"])
-def test_window_of_micro_batches_of_unlike_counts_has_the_gradient_of_all(name, form, monkeypatch):
+@pytest.mark.parametrize("name", ["mean", "sum", "smoothed", "weighted", "weighted and smoothed"])
+def test_window_of_micro_batches_of_unlike_counts_has_the_gradient_of_all(name, form):
     options = OPTIONS.get(name, {})
-    if name == "kernel":
-        by_kernel(monkeypatch)
     options = {key: one.double() if key == "weight" else one for key, one in options.items()}
     make = in_model(options) if form == "function" else lambda model: ChunkedLoss(model.head, **options)
 
-    found = trained(make, (1, 1, 2), double=name != "kernel")
+    found = trained(make, (1, 1, 2))
     expected = trained(
         lambda model: (
             lambda hidden, labels: nn.CrossEntropyLoss(**options)(model.head(hidden).flatten(0, 1), labels.flatten())
         ),
         (4,),
-        double=name != "kernel",
     )
 
-    torch.testing.assert_close(found, expected, **({"rtol": 1e-5, "atol": 1e-6} if name == "kernel" else {}))
+    torch.testing.assert_close(found, expected)
 
 
 def test_logits_are_never_whole():
@@ -259,45 +242,3 @@ def test_logits_are_never_whole():
     of_all = 8 * 256 * vocabulary * 4
     assert peaks[0] > 2 * of_all
     assert peaks[1] < of_all / 4
-
-
-# --- Liger's kernel ---------------------------------------------------------------------------------------------------
-
-
-OF_LIGER = """
-    import torch
-    from torch.nn import functional
-    from autoaccum._saving import chunked_loss
-
-    torch.manual_seed(0)
-    for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        head = torch.nn.Linear(16, 50, dtype=dtype)
-        hidden = torch.randn(40, 16, dtype=dtype, requires_grad=True)
-        inputs = [hidden, head.weight, head.bias]
-        classes = torch.randint(50, (40,)).masked_fill(torch.arange(40) % 7 == 0, -100)
-        found = chunked_loss.by_liger(head, hidden, classes, -100)
-        assert found.dtype is torch.float32
-        got = torch.autograd.grad(found / 7, inputs)
-        exact = [one.detach().double().requires_grad_() for one in inputs]
-        expected = functional.cross_entropy(functional.linear(*exact), classes, reduction="sum")
-        wanted = torch.autograd.grad(expected / 7, exact)
-        assert abs(found.item() / expected.item() - 1) < allowed
-        for one, other in zip(got, wanted):
-            assert (one - other).norm() < allowed * other.norm()
-    print("agrees")
-"""
-
-
-@pytest.mark.slow
-def test_kernel_of_liger_agrees_in_tritons_interpreter():
-    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OF_LIGER)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-    assert done.stdout == "agrees\n", done.stderr
