@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
-from abc import ABCMeta
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import mul
@@ -97,7 +95,7 @@ def auto_accumulate(
             optimizers that step in the backward pass, an optimizer step whose batches the class's `training_step` has
             not passed on to that of its base, and `Trainer.log` within `compute_loss`.
     """
-    given = locals()
+    options = Options.of(auto_accumulate, locals())
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         raise InvalidInputError(
             f"auto_accumulate({trainer!r}) needs a class made from transformers.Trainer; pass the class, and create "
@@ -110,36 +108,11 @@ def auto_accumulate(
         raise InvalidInputError(
             f"{kind} was never tried with auto_accumulate(), and its loss may compare samples of a batch; {_GO_ON}"
         )
-    options = Options.of(auto_accumulate, given)
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
-    names = {
-        "__doc__": trainer.__doc__,
-        "__module__": __name__,
-        "_autoaccum_options": options,
-        "_autoaccum_call": given,
-    }
-    own = type(trainer)
-    metaclass: Any = _Made if issubclass(_Made, own) else type("_Made", (_Made, own), {})
-    copyreg.pickle(metaclass, _reduced)
+    names = {"__doc__": trainer.__doc__, "__module__": __name__, "_autoaccum_options": options}
+    metaclass: Any = type(trainer)
     return metaclass(f"AutoAccumulate{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
-
-
-class _Made(ABCMeta):
-    """Classes made here: no module has them by name, so they are pickled as the call that made them.
-
-    An ABCMeta, so that a class made from one and from an abstract class needs no metaclass of its own.
-    """
-
-
-def _reduced(made: _Made) -> Any:
-    arguments = vars(made).get("_autoaccum_call")  # a class made from one has a name
-    return made.__qualname__ if arguments is None else (_made_by, (arguments,))
-
-
-def _made_by(arguments: dict[str, Any]) -> type:
-    made: type = auto_accumulate(**arguments)
-    return made
 
 
 class TrainerGradients:
