@@ -27,22 +27,6 @@ if TYPE_CHECKING:
 _DEVICE = torch.ops.prim.device.default
 
 
-def _grid_sampler(source: Tensor, grid: Tensor) -> Tensor:
-    made: Tensor = source.new_empty(*source.shape[:2], *grid.shape[1:3])
-    return made
-
-
-def _grid_sampler_backward(source: Tensor, grid: Tensor, _gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(source), torch.empty_like(grid)
-
-
-# PyTorch has no fakes of cuDNN's grid sampler.
-_FAKES: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.cudnn_grid_sampler.default: _grid_sampler,
-    torch.ops.aten.cudnn_grid_sampler_backward.default: _grid_sampler_backward,
-}
-
-
 class Ledger(StorageMode):  # type: ignore[no-untyped-call]
     """Records a timeline while it is entered.
 
@@ -83,7 +67,7 @@ class Ledger(StorageMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         if self._phase is not None and self._phase() != self.timeline.phases[-1][1]:
             self.enter(self._phase())
-        result = _FAKES.get(func, func)(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         workspace = () if self._workspace_of is None else self._workspace_of(func, args, result)
         held = [self._open(size, Category.WORKSPACE, str(func)) for size in workspace if size]
         self._note(result, func)

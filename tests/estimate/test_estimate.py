@@ -520,7 +520,7 @@ def test_making_a_model_leaves_random_state_as_it_was():
 
 
 class Warps(nn.Module):
-    """Reads pixels at learned places, as optical flow does; on a GPU by cuDNN's own operator."""
+    """Reads pixels at learned places, as optical flow does; on a GPU by cuDNN's own operator, which has no fake."""
 
     def __init__(self):
         super().__init__()
@@ -533,10 +533,10 @@ class Warps(nn.Module):
 
 
 @pytest.mark.gpu_fakes
-def test_pixels_read_at_learned_places_are_traced_for_a_gpu():
-    on_gpu, on_cpu = (estimate_step(Warps(), batch_of((10, 32, 32)), gpu=gpu) for gpu in (SMALL_GPU, None))
-
-    assert on_gpu.footprints[-1].activations_bytes == on_cpu.footprints[-1].activations_bytes
+def test_operator_without_a_fake_is_refused_for_a_gpu_by_its_name():
+    assert estimate_step(Warps(), batch_of((10, 32, 32))).footprints
+    with pytest.raises(InvalidInputError, match="the operator aten.cudnn_grid_sampler.default has no fake"):
+        estimate_step(Warps(), batch_of((10, 32, 32)), gpu=SMALL_GPU)
 
 
 @pytest.mark.gpu_fakes
