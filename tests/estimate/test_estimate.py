@@ -535,7 +535,7 @@ class Warps(nn.Module):
 @pytest.mark.gpu_fakes
 def test_operator_without_a_fake_is_refused_for_a_gpu_by_its_name():
     assert estimate_step(Warps(), batch_of((10, 32, 32))).footprints
-    with pytest.raises(InvalidInputError, match="the operator aten.cudnn_grid_sampler.default has no fake"):
+    with pytest.raises(InvalidInputError, match=r"the operator aten\.cudnn_grid_sampler\.default has no fake"):
         estimate_step(Warps(), batch_of((10, 32, 32)), gpu=SMALL_GPU)
 
 
