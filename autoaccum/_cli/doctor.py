@@ -23,7 +23,6 @@ from autoaccum._memory import _linux, nvml
 from autoaccum._memory.available_devices import find_accelerator
 from autoaccum._memory.host import Host, process_limits
 from autoaccum._memory.limits import format_bytes
-from autoaccum._system import launched
 from autoaccum._system.own_distribution import REQUIREMENTS, __version__
 
 if TYPE_CHECKING:
@@ -105,7 +104,6 @@ def _installation(environment: Mapping[str, str], problems: list[str]) -> dict[s
             f"autoaccum needs PyTorch {least} or newer, and {sys.executable} imports {torch.__version__} from "
             f"{Path(torch.__file__).parent}; upgrade it, or remove that folder from PYTHONPATH"
         )
-    problems += launched.check(environment)
     gpus = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built = next((f"{name} {version}" for name, version in gpus.items() if version), "the CPU alone")
     return {

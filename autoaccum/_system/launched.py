@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,49 +18,13 @@ ATTEMPT = "AUTOACCUM_ATTEMPT"
 REASON_FILE = "AUTOACCUM_REASON_FILE"
 # Set by torchrun and needed by torch.distributed.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The package's own variables: those that hold a whole number, with the least; those that hold seconds, with the most.
+# The package's own variables.
 RANK_TIMEOUT_S = "AUTOACCUM_RANK_TIMEOUT_S"
-_NUMBERS = {MAX_MICRO_BATCH: 1, ATTEMPT: 0} | dict.fromkeys(
-    (f"AUTOACCUM_{name}" for name in ("TARGET_BATCH", "MICRO_BATCH", "ACCUM_STEPS", "WORLD_SIZE")), 1
-)
-_SECONDS = {RANK_TIMEOUT_S: math.inf}
 _CACHE_DIR = "AUTOACCUM_CACHE_DIR"
 # No number here has this many digits; `int` rejects thousands of digits with its own error.
 _MOST_DIGITS = 18
 # torch.distributed's default timeout for Gloo.
 _TIMEOUT_S = 1800.0
-
-
-def check(environment: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the package's own variables, which otherwise shows only where they are used."""
-    problems = []
-    for name, text in environment.items():
-        try:
-            if name in _NUMBERS:
-                whole_number(name, environment, least=_NUMBERS[name])
-            elif name in _SECONDS:
-                seconds(name, 1.0, _SECONDS[name], environment)
-            elif name == _CACHE_DIR and text:
-                _check_folder(name, Path(text).expanduser())
-            elif name == REASON_FILE and text:
-                _check_folder(name, Path(text).parent, must_exist=True)
-            elif name.startswith("AUTOACCUM_") and name not in (_CACHE_DIR, REASON_FILE):
-                own = sorted((*_NUMBERS, *_SECONDS, _CACHE_DIR, REASON_FILE))
-                near = difflib.get_close_matches(name, own, n=1)
-                said = f"write {near[0]}" if near else f"there are {', '.join(own)}"
-                problems.append(f"the environment variable {name} is none of autoaccum's; {said}, or unset it")
-        except (InvalidInputError, RuntimeError) as error:  # the second for the ~ of a user without a home
-            problems.append(str(error))
-    return problems
-
-
-def _check_folder(name: str, folder: Path, *, must_exist: bool = False) -> None:
-    there = next(place for place in (folder, *folder.absolute().parents) if must_exist or os.path.lexists(place))
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise InvalidInputError(
-            f"the environment variable {name} needs the folder {str(folder)!r}, and {str(there)!r} is no folder that "
-            "this process may write to; set it to another path, or unset it"
-        )
 
 
 def folder_of_plans() -> Path | None:
@@ -93,23 +55,6 @@ def whole_number(name: str, environment: Mapping[str, str] = os.environ, *, leas
             "unset it"
         )
     return int(text)
-
-
-def seconds(name: str, default: float, most: float, environment: Mapping[str, str] = os.environ) -> float:
-    """Return a variable that holds a number of seconds above 0.
-
-    Raises:
-        InvalidInputError: It has another value.
-    """
-    text = environment.get(name, "")
-    try:
-        found = float(text) if text else default
-    except ValueError:
-        found = 0.0
-    if not 0.0 < found <= most:
-        least = "" if math.isinf(most) else f" of at most {most:.0f}"
-        raise InvalidInputError(f"{name}={text!r} must be a positive number of seconds{least}; or unset it")
-    return found
 
 
 def world_size() -> int:
@@ -155,8 +100,19 @@ def local_rank() -> int:
 
 
 def timeout_s() -> float:
-    """Return how long ranks wait for each other."""
-    return seconds(RANK_TIMEOUT_S, _TIMEOUT_S, _SECONDS[RANK_TIMEOUT_S])
+    """Return how many seconds ranks wait for each other.
+
+    Raises:
+        InvalidInputError: The variable that says so is no number above 0.
+    """
+    text = os.environ.get(RANK_TIMEOUT_S, "")
+    try:
+        found = float(text) if text else _TIMEOUT_S
+    except ValueError:
+        found = 0.0
+    if not found > 0.0:
+        raise InvalidInputError(f"{RANK_TIMEOUT_S}={text!r} must be a positive number of seconds; or unset it")
+    return found
 
 
 def is_to_be_set_up() -> bool:

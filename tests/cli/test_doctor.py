@@ -126,30 +126,6 @@ def test_variables_of_slurm_that_are_no_numbers_are_left_out(place):
     assert examined.problems == []
 
 
-@pytest.mark.parametrize(
-    ("variable", "said"),
-    [
-        ({"AUTOACCUM_MAX_MICRO_BATCH": "8.0"}, "AUTOACCUM_MAX_MICRO_BATCH='8.0' is not a whole number of at least 1"),
-        ({"AUTOACCUM_RANK_TIMEOUT_S": "0"}, "AUTOACCUM_RANK_TIMEOUT_S='0' must be a positive number of seconds"),
-        ({"AUTOACCUM_CACHE_DIR": "/dev/null/x"}, "'/dev/null' is no folder that this process may write to"),
-        ({"AUTOACCUM_REASON_FILE": "/none/reason"}, "'/none' is no folder that this process may write to"),
-        ({"AUTOACCUM_MAX_MICROBATCH": "8"}, "is none of autoaccum's; write AUTOACCUM_MAX_MICRO_BATCH"),
-    ],
-)
-def test_a_variable_of_autoaccum_that_cannot_be_used_is_a_problem_with_its_remedy(place, variable, said):
-    (problem,) = found(place, variable).problems
-
-    assert said in problem
-    assert "unset it" in problem
-
-
-def test_variables_that_autoaccum_can_use_are_no_problem(place, tmp_path):
-    numbers = {f"AUTOACCUM_{name}": "4" for name in ("MAX_MICRO_BATCH", "MICRO_BATCH", "ATTEMPT", "RANK_TIMEOUT_S")}
-    folders = {"AUTOACCUM_CACHE_DIR": str(tmp_path / "made" / "later"), "AUTOACCUM_REASON_FILE": str(tmp_path / "r")}
-
-    assert found(place, numbers | folders).problems == found(place, {"AUTOACCUM_CACHE_DIR": ""}).problems == []
-
-
 def test_the_template_for_bugs_names_all_that_doctor_tells_of_variables():
     template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
 
