@@ -40,7 +40,6 @@ from autoaccum._engine.out_of_memory import TRIES_TO_WEIGH, Phase, damage_text, 
 from autoaccum._engine.peers import BeginAgain
 from autoaccum._engine.window_checks import (
     GradientChecks,
-    TimeFirst,
     refuse_hooks,
     warn_of_hooks,
     warn_of_moving_state,
@@ -114,7 +113,6 @@ class Engine:
         self._room = Headroom(step.memory)
         peers.before_reset(self._room.note_peak)
         self._norms = BatchNorms(step.objective.modules, step.options.batchnorm, notices)
-        self._time_first = TimeFirst(step.objective, notices)
         self._saved: SavedState | None = None  # before the current window; None until it is saved
         self._to_overwrite: SavedState | None = None  # by the next `save`, which uses its memory again
         self.checks = DueChecks(step, is_part=peers.is_part)
@@ -280,8 +278,7 @@ class Engine:
         if step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
             step.watch = GradientChecks(step.parameters, owns_gradients=self._owns_gradients)
         try:
-            with self._time_first.watching():
-                given = self._run(before)
+            given = self._run(before)
             if step.watch is not None and not self._takes_whole:
                 step.watch.check()
         finally:

@@ -667,3 +667,26 @@ def test_mean_up_to_the_longest_of_its_micro_batch_is_told_once_lengths_differ(c
         found.add(outcome(form, by_runner, windows))
 
     assert found <= {"exact", "warned", "stopped"}
+
+
+class OverTime(nn.Module):
+    """A layer that takes the first dimension for time, and a loss over classes behind it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.double()
+        self.head = nn.Linear(4, 3).double()
+
+    def forward(self, inputs):
+        hidden = self.layer(inputs)
+        return self.head(hidden[0] if isinstance(hidden, tuple) else hidden).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("layer", [nn.GRU(4, 4), nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)])
+def test_module_that_takes_samples_for_time_steps_compares_samples(layer):
+    batch = torch.randn(8, 5, 4).double(), torch.randint(3, (8, 5))
+    options = {"micro_batch": 2, "device": "cpu", "progress": False}
+    with pytest.warns(autoaccum.LossWarning, match="depend on the others of its micro-batch"):
+        autoaccum.fit(OverTime(layer), [batch], 8, loss=nn.CrossEntropyLoss(), **options)
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
+        autoaccum.fit(OverTime(layer), [batch], 8, loss=lambda *pair: 2 * functional.cross_entropy(*pair), **options)
