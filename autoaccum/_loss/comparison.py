@@ -289,8 +289,11 @@ def is_told(number: int, guess: Known, runs: Sequence[Observation]) -> bool:
 
 
 def _counts_nothing(summand: Summand) -> bool:
-    """Whether nothing counts in a summand, by its graph: not where a mean over some number is multiplied by 0."""
-    return summand.weight == 0.0 and not summand.divisor
+    """Whether nothing counts in a summand, by its graph.
+
+    Not where a mean over some number is multiplied by 0; of a mean that is divided by a number again, nobody knows.
+    """
+    return summand.weight == 0.0 and not summand.divisor and not summand.is_mean
 
 
 def guess_of(runs: Sequence[Observation]) -> list[Known]:

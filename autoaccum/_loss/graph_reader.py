@@ -52,6 +52,7 @@ class Summand:
             could not be read.
         divisor: The last divisor that the graph holds, None if there is none: where it is 0, the gradient is NaN.
         is_counted: Whether its weight comes from a count or a divisor.
+        is_mean: Whether a mean over elements is part of it.
         end: The node whose result is summed, as far as its elements have one factor.
         product: The node that multiplies it by a number with a gradient of its own, if any.
         is_nonlinear: Whether it could not be read because a number is no multiple of what it is computed from.
@@ -61,13 +62,14 @@ class Summand:
     weight: Any
     divisor: float | Tensor | None = None
     is_counted: bool = False
+    is_mean: bool = False
     end: Any = None
     product: Any = None
     is_nonlinear: bool = False
 
     def at(self, node: Any, weight: Any) -> Summand:
         """Return the same for another node and weight."""
-        return Summand(node, weight, self.divisor, self.is_counted)
+        return Summand(node, weight, self.divisor, self.is_counted, self.is_mean)
 
     def ends(self, node: Any) -> list[Summand]:
         """Return this term alone, which is a sum over what a node gives."""
@@ -262,6 +264,7 @@ def _summed(node: Any, term: Summand) -> list[Summand]:
     inner, number, _ = _only_input(node)
     if node.name().startswith("Mean"):
         term.weight, term.is_counted = term.weight * math.prod(_shape(inner, number)), True
+        term.is_mean = True
     return _read_elements(inner, number, term)
 
 

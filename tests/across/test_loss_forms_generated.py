@@ -135,6 +135,16 @@ COUNTED_BY_ACCIDENT = {
     "seed": 87,
     "cut": (3, 5, 2),
 }
+# In the first window, nothing counts in one of two parts.
+MEAN_DIVIDED_AGAIN = {
+    "loss": Loss(
+        (Term("ce", "w", "mean", "sum", "labels", 5), Term("ce", "has", "weighted mean", "mean", "weights", 1)),
+        is_named=False,
+    ),
+    "several": (("3511616565", "0000100000"), ("6321413112", "0010001010"), ("5513632525", "1000011101")),
+    "seed": 1,
+    "cut": (1,) * N,
+}
 
 
 def numbers(digits):
@@ -159,6 +169,7 @@ def test_no_loss_trains_silently_wrong(way, dtype, examples):
         suppress_health_check=[HealthCheck.too_slow],
     )
     @example(**COUNTED_BY_ACCIDENT)
+    @example(**MEAN_DIVIDED_AGAIN)
     @given(loss=LOSSES_OF_TERMS, several=WINDOWS, seed=st.integers(0, 99), cut=cuts(N))
     def assert_of(loss, several, seed, cut):
         windows = [window(number, *map(numbers, each), seed) for number, each in enumerate(several)]
