@@ -52,6 +52,7 @@ class Calls:
         kind: A loss of torch, as `kind_of` gives it.
         chosen: The function that was chosen as the loss, by the last pass; None for none.
         takes_outputs: Whether the loss is a function of outputs, so that it can be called on some of their rows alone.
+        takes_pairs: Whether a pair (inputs, targets) simply becomes loss(model(inputs), targets).
         may_lack_loss: Whether a pass may give no loss, as in an evaluation by metrics alone.
     """
 
@@ -81,6 +82,7 @@ class Calls:
         self.sources = sources_of(self._losses) if is_list else [Source(Calls._forward_and_loss)]
         self.kind = kind_of(loss)
         self.takes_outputs = loss is not None and not is_list
+        self.takes_pairs = forward is None and self.takes_outputs
         self.may_lack_loss = False
         self.chosen: Callable[..., Any] | None = None
         self._chosen_in: bool | None = None  # the mode of the model when a loss was chosen by its outputs
@@ -113,6 +115,10 @@ class Calls:
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
         outputs = self.outputs(batch)
         return self.losses_of(outputs, batch), outputs
+
+    def of_pair(self, batch: Any, _samples: int) -> Any:
+        """Return loss(model(inputs), targets) as it is, for a pair."""
+        return self.loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
 
     def losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
         """Return the losses of existing outputs, raw, by name; not for a list of losses, which compute their own."""

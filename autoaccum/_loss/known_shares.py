@@ -37,6 +37,9 @@ class Number(NamedTuple):
 class SingleMicroBatch:
     """A micro-batch that is the whole window, so that every loss is as it is."""
 
+    # Whether `weigh_at_once` may see what the only loss adds.
+    is_quick: bool = False
+
     def __init__(self, knowledge: LossKnowledge) -> None:
         self._knowledge = knowledge
 
@@ -55,6 +58,10 @@ class SingleMicroBatch:
         refuse_nothing(self._knowledge, loss)
         return loss.value / loss.weight if loss.is_sum else loss.value  # type: ignore[operator]
 
+    def weigh_at_once(self, name: str, value: Tensor, samples: int) -> Tensor | None:  # noqa: ARG002
+        """As for those that are quick: nothing is seen at once."""
+        return None
+
     def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
         """As for `WindowWeights`."""
         return Number(1.0, 1.0)
@@ -62,6 +69,8 @@ class SingleMicroBatch:
 
 class BySamples(SingleMicroBatch):
     """Micro-batches of a window in which every loss is a mean over samples."""
+
+    is_quick = True
 
     def __init__(self, knowledge: LossKnowledge, samples: int) -> None:
         self._knowledge = knowledge
@@ -81,6 +90,10 @@ class BySamples(SingleMicroBatch):
         if loss.is_sum:
             raise RecheckWindow(changed(loss.name, "is a (sum, weight) pair, and was not there when it was checked"))
         return loss.value if self._share == 1.0 else loss.value * self._share
+
+    def weigh_at_once(self, _name: str, value: Tensor, samples: int) -> Tensor:
+        """Return what the only loss adds, given its value and the samples."""
+        return value if samples == self._samples else value * (samples / self._samples)
 
     def number_of(self, losses: Sequence[LossValue]) -> Number:  # noqa: ARG002 - as of a window
         """As for `WindowWeights`."""

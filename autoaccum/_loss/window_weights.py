@@ -48,6 +48,9 @@ class WindowWeights:
             the same, and nothing that one of them reads makes its predictions differ from the others'.
         compares: Whether what cross entropy counts is compared with what the batch counts, which it seldom differs
             from.
+
+    Attributes:
+        is_quick: As for `SingleMicroBatch`.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class WindowWeights:
         self._exists: dict[str, bool] = {}  # whether losses are finite in the micro-batches in which nothing counts
         self._parts: list[MicroBatch] = []
         is_read = [known.kind for _, known in knowledge.items()] == [_READ]
-        self._is_quick = is_read and not compares and totals is None
+        self.is_quick = is_read and not compares and totals is None
         self._is_nested = window.is_nested
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
@@ -95,14 +98,21 @@ class WindowWeights:
         if not loss.value.requires_grad:
             return loss.value  # the caller says of a loss that it has no gradient
         known = self._known(loss)
-        if self._is_quick and (weight := weight_at_once(loss.value)):
-            only = self._of((loss.name, 0))
-            only.found.append(weight)
-            only.divisor = weight
-            return loss.value * (weight / only.prediction)
+        if self.is_quick and (value := self.weigh_at_once(loss.name, loss.value, 0)) is not None:
+            return value
         summands = self._summands(loss, known)
         factors = [self._factor(loss, n, known[n], summand) for n, summand in enumerate(summands)]
         return self._scaled(loss, summands, factors, has_sum=not all(one.is_weighed for one in known))
+
+    def weigh_at_once(self, name: str, value: Tensor, _samples: int) -> Tensor | None:
+        """Return what the only loss adds, where it is a mean over classes; None for anything else."""
+        weight = weight_at_once(value)
+        if not weight:
+            return None
+        only = self._of((name, 0))
+        only.found.append(weight)
+        only.divisor = weight
+        return value * (weight / only.prediction)
 
     def note(self, loss: LossValue) -> list[Any]:
         """Note the weights of a loss, in a pass that goes forward alone; return what each summand is divided by."""
