@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from autoaccum._sizing.sizing import Sizing
 
     Hook = Callable[[int, int], object]  # called with a micro-batch's first sample and its size
+    Weigh = Callable[[Any, Any, int], Tensor | None]  # as of a `LossPass`
 
 # The relative difference of sums of split.weight that rounding may cause.
 _ADDS_UP = 1e-6
@@ -74,6 +75,7 @@ class MicroBatches:
         self._noise = noise
         self._windows_due = 0  # with a loss of torch
         self._adds_up = False  # whether the split's weight was seen to
+        self._is_number = True  # whether the loss of a pair was a number in all windows
         self._whole = WholeWindow(step) if step.options.loss_scope == "window" else None
 
     def run(
@@ -113,7 +115,7 @@ class MicroBatches:
             if weights is None:
                 self._check_losses(window, at, sizes, checks_all=checks_all)
                 weights = self._weights_of(window, at, totals, checks_all=checks_all, is_noisy=noise is not None)
-                loss_passes = step.loss_passes(weights, given, at)
+                loss_passes = self._loss_passes(window, weights, given, at, checks_all=checks_all)
             if sizing.measures and sizing.is_learning and noise is None:
                 sizes = sizes[:1]  # its measurement decides the next size
             with step.transfer.feed(window, sizes, at.done) as feed:
@@ -148,6 +150,42 @@ class MicroBatches:
         if first_norm is not None:
             after.append(lambda *_: first_norm.extend([] if first_norm else [self._squared_norm()]))
         return before, after
+
+    def _loss_passes(
+        self,
+        window: Window,
+        weights: SingleMicroBatch | WindowWeights,
+        given: PartResult,
+        at: Progress,
+        *,
+        checks_all: bool,
+    ) -> list[LossPass]:
+        """Return how micro-batches run: plainly where the loss of a pair was a number, and is weighed at once."""
+        step, calls = self._step, self._step.objective.calls
+        is_plain = calls.takes_pairs and self._is_number and window.is_known_pair
+        if is_plain and weights.is_quick and not (checks_all or step.keeps_outputs or step.passes is not None):
+            return [(calls.of_pair, self._plainly(weights, given, at))]
+        return step.loss_passes(weights, given, at)
+
+    def _plainly(self, weights: SingleMicroBatch | WindowWeights, given: PartResult, at: Progress) -> Weigh:
+        """Return what weighs the only loss of a pair at once; as any other where that cannot be."""
+        name = next(iter(self._step.objective.knowledge.summands))
+        losses, weigh_at_once = given.loss(name), weights.weigh_at_once
+
+        def weigh(value: Any, batch: Any, samples: int) -> Tensor | None:
+            loss = None
+            if isinstance(value, Tensor) and not value.dim() and value.requires_grad:
+                loss = weigh_at_once(name, value, samples)
+            else:
+                self._is_number = False
+            if loss is None:
+                ((_, otherwise),) = self._step.loss_passes(weights, given, at)
+                return otherwise((self._step.objective.read(value, samples), None), batch, samples)
+            # Without a factor, it may be a buffer that the next micro-batch overwrites.
+            losses.append(loss.detach() if loss is not value or samples == given.samples else loss.detach().clone())
+            return loss
+
+        return weigh
 
     def _run_whole(
         self, whole: WholeWindow, window: Window, at: Progress, at_start: SavedState, *, checks_all: bool
