@@ -319,11 +319,6 @@ class OptimizerCopy:
         """Return by id of each tensor how far its version counter has moved since the copy."""
         return {id(tensor): tensor._version - version for tensor, version, _ in self._copies}
 
-    def as_copied(self, state: Any) -> Any:
-        """Return a structure of the optimizer's tensors, as `state_dict` gives it, with the copies in their place."""
-        copies = {id(tensor): value for tensor, _, value in self._copies}
-        return tree_map(lambda leaf: copies.get(id(leaf), leaf), state)
-
     def was_written_unseen(self) -> bool:
         """Whether a parameter has changed without its version counter, as by `parameter.data.add_(...)`."""
         return any(

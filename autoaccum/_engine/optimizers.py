@@ -46,7 +46,7 @@ def resolve(
 
     Raises:
         InvalidInputError: No parameter needs a gradient, the optimizer holds parameters that are not the model's, or it
-            evaluates the window itself (LBFGS, SAM).
+            evaluates the window itself (LBFGS, SAM) or has modes (schedule-free ones).
     """
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -64,7 +64,7 @@ def resolve(
         return _named(optimizer, trainable, notices)
     made = _made(optimizer, trainable)
     for part in made.parts if isinstance(made, OptimizerList) else [made]:
-        _refuse_one_that_evaluates(part)
+        _refuse_unsupported(part)
     _check(made, set(parameters), trainable)
     return made
 
@@ -158,9 +158,14 @@ def _made(given: Any, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
     return made
 
 
-def _refuse_one_that_evaluates(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step takes the loss or gradient of the window at several points."""
+def _refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that takes the loss or gradient of a window at several points, or has modes of its own."""
     name = type(optimizer).__name__
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        raise InvalidInputError(
+            f"{name} trains with other weights than it evaluates with, as schedule-free optimizers do, and its train() "
+            "and eval() are not called here; call them in a loop of your own, with autoaccum.Accumulator"
+        )
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise InvalidInputError(
             f"{name} takes two gradients of the window for each optimizer step (first_step and second_step, as SAM "

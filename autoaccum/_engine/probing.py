@@ -14,7 +14,7 @@ from autoaccum._data.batches import count, repeated, repeating
 from autoaccum._data.nesting import copied
 from autoaccum._data.order import by_size
 from autoaccum._data.splits import is_default
-from autoaccum._engine import devices, optimizer_modes
+from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import described, sample_does_not_fit
 from autoaccum._engine.gradients import PartResult
@@ -202,7 +202,6 @@ class Trials:
         self._whole = None if samples is None else WholeWindow(step)
         # On the host, and before a limit begins, since they are no part of a step.
         self._optimizer = OptimizerCopy(step.optimizer, step.precision.scaler)
-        optimizer_modes.train(step.optimizer)
         self._gradients = [(one, one.grad) for one in step.parameters]
         step.clear_gradients()
         self.oom_event: MemoryEvent | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from autoaccum._data.order import arranged, largest_first
 from autoaccum._data.splits import ListOfSamples
-from autoaccum._engine import devices, optimizer_modes, optimizers
+from autoaccum._engine import devices, optimizers
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.noise_scale import shuffled
 from autoaccum._engine.peers import Peers
@@ -99,7 +99,6 @@ class WindowRunner:
         self._number, self._made_before, self._has_moved = number, steps.made, False
         measures = self._noise is not None and self._noise.is_due(number) and self.sizing.is_stable
         part = (shuffled(part, number) if measures else self._in_order(part)).made_of(part)
-        optimizer_modes.train(self._step.optimizer)
         try:
             drop_old_gradients(self._step, self._notices)
             try:

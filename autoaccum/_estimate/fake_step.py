@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoaccum._data.nesting import copied, plain_parts, tensors_in
-from autoaccum._engine import optimizer_modes
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.optimizer_step import uncompiled
@@ -237,7 +236,6 @@ class FakeStep:
         # PyTorch's own only scale an optimizer step by the values that they read.
         is_of_pytorch = type(optimizer).__module__.startswith("torch.optim")
         with ValuesAssumed() if is_of_pytorch else nullcontext(), uncompiled(optimizer):
-            optimizer_modes.train(optimizer)
             optimizer.step()
 
 

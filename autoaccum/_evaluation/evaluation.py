@@ -16,7 +16,6 @@ from torch import Tensor
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import as_leaf, copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
-from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.out_of_memory import TRIES_TO_WEIGH, Phase, resolvable_oom
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._evaluation.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
@@ -195,11 +194,10 @@ class Evaluator:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Let passes in the block be those of an evaluation."""
-        step, objective = self._step, self._step.objective
+        objective = self._step.objective
         objective.calls.may_lack_loss = self._has_metrics
         try:
             with (
-                evaluation_weights(step.optimizer, step.memory),
                 evaluation_mode(objective.modules),
                 torch.inference_mode(False),  # the caller's, in which graphs of losses say nothing
                 torch.no_grad(),

@@ -144,8 +144,7 @@ def fit(
             momentum; "rescale": over a window, they move as far as with one batch (docs/losses.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
             if each has its own parameters (docs/losses.md). None or "adamw": AdamW(lr=1e-3);
-            "sgd": SGD(lr=0.01, momentum=0.9). `train()` and `eval()` of one that has them (schedule-free) are called,
-            and it is left for evaluation (docs/losses.md).
+            "sgd": SGD(lr=0.01, momentum=0.9).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every optimizer step; "epoch": after every epoch.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from autoaccum._arguments import listed, shown
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
-from autoaccum._engine.optimizer_modes import evaluation_weights
 from autoaccum._engine.optimizers import OptimizerList
 from autoaccum._records import SAMPLES
 from autoaccum._sizing.cutting import Cutting
@@ -30,7 +28,7 @@ from autoaccum._training.checkpoint_types import check_types
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
@@ -84,29 +82,22 @@ class Contents:
         """Whether there are tensors of which this rank holds a part only."""
         return is_sharded(self._step.objective.modules)
 
-    @contextmanager
     def taken(
         self, state: LoopState, kept: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]] | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Give everything, tensors not copied: it is to be written within the block.
-
-        Modules are as for an evaluation; where the optimizer trains with other weights, these are beside its state.
+    ) -> dict[str, Any]:
+        """Return everything, tensors not copied.
 
         Args:
             state: The state of the loop.
             kept: How windows are cut, as plain values.
             ranks: `part` of each rank, where there are several.
         """
-        with evaluation_weights(self._step.optimizer, self._step.memory) as training:
-            content = {
-                "ranks": None if ranks is None else list(ranks),
-                **{name: getattr(state, name) for name in _COUNTS},
-                **self._own(),
-                **self.part(state, kept),
-            }
-            if training is not None:
-                content["optimizer"] |= dict(zip(("state", "weights"), training, strict=True))
-            yield content
+        return {
+            "ranks": None if ranks is None else list(ranks),
+            **{name: getattr(state, name) for name in _COUNTS},
+            **self._own(),
+            **self.part(state, kept),
+        }
 
     def _own(self) -> dict[str, Any]:
         """Return what does not depend on the state of the loop, or is in it whatever that is."""
@@ -121,7 +112,6 @@ class Contents:
                 "type": _type_name(optimizer),
                 "state": state,
                 "parameters": self._parameter_names(),
-                "weights": None,
             },
             "scheduler": None
             if scheduler is None
@@ -156,7 +146,7 @@ class Contents:
                     f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, "
                     "pass another folder as checkpoint=, or resume=False to start from scratch"
                 )
-        _check_others(content, now, self._step.optimizer)
+        _check_others(content, now)
 
     def check_part(self, part: Mapping[str, Any]) -> None:
         """Check what a checkpoint holds of this rank.
@@ -202,7 +192,6 @@ class Contents:
         for module, saved in zip(self._modules, content["modules"], strict=True):
             _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
         _offer(optimizer, lambda: _put_optimizer_back(optimizer, content["optimizer"]["state"]))
-        _put_weights_back(self._step.held(), content["optimizer"]["weights"])
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
             self._noise.load_state_dict(content["noise_scale"])
 
@@ -258,7 +247,7 @@ def _description(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _check_others(content: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def _check_others(content: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Check what the modules and the optimizer have kept, by what those of this call keep.
 
     Raises:
@@ -276,10 +265,6 @@ def _check_others(content: Mapping[str, Any], own: Mapping[str, Any], optimizer:
     for group, other in zip(own["optimizer"]["state"]["param_groups"], kept["param_groups"], strict=True):
         if other["params"] != group["params"]:
             raise ValueError("the optimizer's parameters have other numbers")
-    weights = content["optimizer"]["weights"]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if weights is not None and list(map(_form, weights)) != list(map(_form, parameters)):
-        raise ValueError("the weights that the optimizer trains with are of other shapes than its parameters")
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
@@ -377,13 +362,6 @@ def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any])
             now = optimizer.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
                 optimizer.state[parameter][name] = value.to(now.device)
-
-
-@torch.no_grad()
-def _put_weights_back(parameters: Sequence[nn.Parameter], weights: Sequence[Tensor] | None) -> None:
-    """Put the weights with which the optimizer trains in the place of those of the modules, if they are others."""
-    for parameter, weight in zip(parameters, weights or parameters, strict=True):
-        parameter.copy_(as_spread(weight, parameter))
 
 
 def _plain(value: object) -> object:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from autoaccum._arguments import shown
 
 # Of numbers: none beyond what a training can reach.
@@ -51,7 +49,6 @@ _WHOLE = {
     "optimizer": {
         "type": str,
         "parameters": [[str]],
-        "weights": ([Tensor],),
         "state": {"state": {}, "param_groups": [{"params": [_COUNT]}]},
     },
     "scheduler": ({"type": str, "state": object},),

@@ -171,12 +171,8 @@ class Checkpoints:
             CheckpointError: The state holds something that cannot be stored in a file.
         """
         # The copy is not part of the memory that training takes. An interrupt would become an error of torch's writer.
-        with (
-            signals.deferred(),
-            self._memory.lifted(),
-            self._contents.taken(self._progress.state, self._lifecycle.kept) as content,
-        ):
-            check_that_it_can_be_kept(content)
+        with signals.deferred(), self._memory.lifted():
+            check_that_it_can_be_kept(self._contents.taken(self._progress.state, self._lifecycle.kept))
 
     def save(self) -> Path | None:
         """Write a checkpoint of the present state and return its path; None if the state is not finite.
@@ -214,12 +210,12 @@ class Checkpoints:
         if world.ranks is not None:
             parts = world.ranks.exchange("state", {**contents.part(state, kept), "loader": world.loader_mode})
         if world.is_main or contents.is_sharded:
-            with contents.taken(state, kept, parts) as content:
-                if world.ranks is not None and contents.is_sharded:
-                    content = gathered(world.ranks, content)  # noqa: PLW2901 - whole tensors in place of parts
-                if world.is_main:
-                    path = self.storage.write(content, state.windows, val_loss=state.val_loss)
-                    self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
+            content = contents.taken(state, kept, parts)
+            if world.ranks is not None and contents.is_sharded:
+                content = gathered(world.ranks, content)  # whole tensors in place of parts
+            if world.is_main:
+                path = self.storage.write(content, state.windows, val_loss=state.val_loss)
+                self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
         path = Path(world.gather("written", None if path is None else str(path))[0])
         self.storage.note_written(path, state.val_loss)
         self._note(state)

@@ -9,12 +9,11 @@ import time
 from collections import deque
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import counted
 from autoaccum._data.loaders import keeps_order, unlike_batch_size
-from autoaccum._engine import devices, optimizer_modes
+from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizers import name_of
@@ -26,7 +25,7 @@ from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
 from autoaccum._training.validation import Validation
-from autoaccum.errors import DeviceLostError, DoesNotFitError, StateDamagedError
+from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +107,6 @@ class Training:
                 )
                 with devices.oom_explained(memory, "what ranks send each other"):
                     self._world.begin(self._step, self._interrupts.requests, self._lifecycle.largest_size)
-                optimizer_modes.train(self._step.optimizer)
                 begins_with, probed = self._begin()
                 with self._limit:
                     self._limit_memory()
@@ -161,7 +159,7 @@ class Training:
             self._notices.say(f"interrupted after step {self._progress.state.windows}{hint}")
 
     def _end(self, result: FitResult | None, error: BaseException | None, started: float) -> None:
-        """Close the loader, leave the weights for evaluation in the model and notify every callback, whoever raises.
+        """Close the loader and notify every callback, whoever raises.
 
         The first error ends the call, with later ones as notes on it; only an interrupt comes before another error.
 
@@ -172,8 +170,6 @@ class Training:
         """
         # A traceback may keep this training alive; the loader's workers must end all the same.
         ends = [self._progress.close]
-        if not isinstance(error, DeviceLostError | StateDamagedError):
-            ends.append(partial(optimizer_modes.evaluate, self._step.optimizer, self._step.memory))
         ends += self._observers.each("on_fit_end", result)
         if self._checkpoints is not None:
             ends.append(self._checkpoints.lock.call.close)

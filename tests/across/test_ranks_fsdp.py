@@ -321,22 +321,3 @@ def test_one_process_is_told_to_have_others(rank_pool):
 
     assert isinstance(answer, autoaccum.InvalidInputError), answer
     assert "parameter '0.weight' is a DTensor" in str(answer)
-
-
-@pytest.mark.parametrize("kind", ["train", "unsharded"])
-def test_optimizer_with_modes_goes_on_bit_for_bit_and_its_checkpoint_holds_the_weights_for_evaluation(
-    rank_pool, tmp_path, kind
-):
-    pytest.importorskip("schedulefree", reason="schedulefree is not installed")
-    run = {name: value for name, value in RUN.items() if name not in ("norm", "dropout")}
-    run["optimizer"] = training.schedule_free
-    expected = rank_pool.run(f"sharded:{kind}", size=2, **run)
-    stopped = rank_pool.run(f"sharded:{kind}", size=2, checkpoint=tmp_path, **{**run, "epochs": None, "max_steps": 3})
-    (state,) = (torch.load(path, weights_only=True) for path in tmp_path.glob("step-*/state.pt"))
-
-    found = rank_pool.run(f"sharded:{kind}", size=2, checkpoint=tmp_path, resume=True, **run)
-
-    assert all(map(torch.equal, state["modules"][0]["state"].values(), stopped[0]["parameters"]))
-    for one in found:
-        assert one["resumed from"] == 3
-        assert all(map(torch.equal, one["parameters"], expected[0]["parameters"]))

@@ -69,6 +69,12 @@ class SAM(torch.optim.SGD):
     def second_step(self, zero_grad=False): ...
 
 
+class ScheduleFree(torch.optim.SGD):
+    def train(self): ...
+
+    def eval(self): ...
+
+
 class LineSearch(torch.optim.SGD):
     def step(self, closure): ...
 
@@ -108,6 +114,7 @@ SEVERAL_OPTIMIZERS = {
     torch.optim.LBFGS: ("LBFGS.step() requires a closure", "first-order"),
     LineSearch: ("LineSearch.step() requires a closure",),
     SAM: ("SAM takes two gradients", "use the optimizer that it wraps"),
+    ScheduleFree: ("ScheduleFree trains with other weights than it evaluates with", "with autoaccum.Accumulator"),
 }
 UNREADABLE = [True, 0, 0.0, 1.5, math.nan, "12 parsecs", "1.5", "0%", "-3GiB", "0MiB", "GiB", "", "1e9", [600], b"6MiB"]
 NO_SIZES = ["much", "0.5", "50%", "", "-3GiB", "0", "24 bananas", "100MiB"]

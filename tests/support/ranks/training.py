@@ -174,12 +174,6 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def schedule_free(parameters):
-    import schedulefree  # noqa: PLC0415 - not everywhere installed
-
-    return schedulefree.AdamWScheduleFree(parameters, lr=0.01)
-
-
 def seeded(seed):
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,6 +1,5 @@
 """What a run may be made of, and where it is stopped: `RESUMES`, whose runs go on as if nothing had happened."""
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, default_collate
@@ -100,14 +99,6 @@ def adamw_in_two_groups(parameters):
 
 def several(parameters):
     return OptimizerList([torch.optim.SGD(parameters[:2], lr=0.01, momentum=0.9), torch.optim.Adam(parameters[2:])])
-
-
-def schedule_free(kind):
-    def make(parameters):
-        library = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
-        return getattr(library, f"{kind}ScheduleFree")(parameters, lr=0.05)
-
-    return make
 
 
 def plateau(optimizer):
@@ -210,9 +201,6 @@ RESUMES = {
     "AdamW in two groups": ({"optimizer": adamw_in_two_groups}, [8]),
     "optimizer with wider state": ({"optimizer": WiderMoments}, [8]),
     "several optimizers": ({"optimizer": several}, [1, 7]),
-    "schedule-free AdamW": ({"optimizer": schedule_free("AdamW")}, [1, 7]),
-    "schedule-free SGD": ({"optimizer": schedule_free("SGD")}, [1, 7]),
-    "schedule-free RAdam": ({"optimizer": schedule_free("RAdam")}, [1, 7]),
     # loaders that are wound
     "generator of the loader": (
         {"loader": lambda: loader_of(Noisy(), generator=torch.Generator().manual_seed(11))},
