@@ -97,7 +97,7 @@ def windows_of(*runs):
 # --- killed at any moment ---------------------------------------------------------------------------------------------
 
 
-KILLS, TERMINATIONS = 10, 3
+KILLS, TERMINATIONS = 6, 2
 
 
 @pytest.fixture(scope="module")

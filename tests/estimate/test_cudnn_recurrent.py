@@ -11,6 +11,7 @@ from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.fake import FakeCopies
 from autoaccum._estimate.gpus import GPU
 from autoaccum._estimate.tracer import Ledger
+from support.models.small import a_few_of
 
 pytestmark = pytest.mark.gpu_fakes
 
@@ -65,8 +66,7 @@ def test_an_lstm_takes_what_it_took_on_an_h200():
     assert min(abs(size - workspace) for size in sizes) < workspace / 1000
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "precision"), a_few_of(LAYERS, ["fp32", "bf16"]))
 def test_every_weight_gets_its_gradient(name, precision):
     kind, options = LAYERS[name]
 

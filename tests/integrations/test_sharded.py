@@ -49,6 +49,7 @@ def test_accelerate_trains_as_one_process_and_clips_and_gathers_by_itself(rank_p
     assert found[0]["state"]["body.0.weight"] == found[0]["parameters"][0].tolist()
 
 
+@pytest.mark.slow  # a rank is killed, and imports anew what it needs
 @pytest.mark.parametrize("state", FORMS)
 def test_accelerate_goes_on_from_its_own_state_where_it_was_killed(rank_pool, tmp_path, state):
     if state == "sharded" and accelerate.__version__.startswith("1.10."):
@@ -85,6 +86,7 @@ def test_lightning_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(
     assert found[0]["sizes"] == ((3, 3),) * 6
 
 
+@pytest.mark.slow  # a rank is killed, and imports anew what it needs
 @pytest.mark.parametrize("state", FORMS)
 def test_lightning_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, tmp_path, state):
     assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:lightning", tmp_path, state, 4)  # after an epoch
@@ -102,7 +104,7 @@ def test_lightning_refuses_tensor_parallelism_and_says_what_there_is(rank_pool):
 # --- Transformers and TRL ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "sft"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("sft", marks=pytest.mark.slow)])
 def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(rank_pool, tmp_path, kind):
     (alone,) = rank_pool.run("sharded_adapters:trainer", tmp_path, kind=kind, size=1)
 
@@ -117,7 +119,8 @@ def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(ra
     assert evaluations[0] == evaluations[1]
 
 
-@pytest.mark.parametrize("state", FORMS)
+@pytest.mark.slow  # a rank is killed, and imports anew what it needs
+@pytest.mark.parametrize("state", [pytest.param("full", marks=pytest.mark.sweep), "sharded"])  # both as Accelerate's
 def test_trainer_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, tmp_path, state):
     if accelerate.__version__.startswith("1.10."):
         pytest.skip("Accelerate 1.10 itself goes on otherwise from any state of a Trainer, also without autoaccum")

@@ -107,6 +107,11 @@ from torch import nn
 class Neighbour(autoaccum.Callback):
     def on_step(self, report, *, epoch):
         self.held = torch.zeros(160 * 2**18) if 5 <= report.step < 10 else None
+        size = max(report.micro_batches)
+        if report.step == 5:
+            self.first = size
+        if report.step > 10 and size == self.first:
+            raise autoaccum.StopTraining
 
 torch.manual_seed(0)
 body = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(8), nn.Flatten()

@@ -375,16 +375,24 @@ def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, tm
     assert (again, forgotten) == (searched[-1], searched[0])
 
 
+def under_a_real_limit(folder, how):
+    command = [*fork_server.python(), str(SUPPORT / "training" / "starts.py"), how, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def without_autoaccum(tmp_path_factory):
+    return under_a_real_limit(tmp_path_factory.mktemp("plain"), "plain")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
-def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, how):
+def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, without_autoaccum, how):
     pytest.importorskip(how if how != "loop" else "torch")
-    commands = [
-        [*fork_server.python(), str(SUPPORT / "training" / "starts.py"), one, str(tmp_path)] for one in ("plain", how)
-    ]
-    plain, ours = (subprocess.run(one, capture_output=True, text=True, check=False) for one in commands)
 
-    assert "can't allocate memory" in plain.stderr
+    ours = under_a_real_limit(tmp_path, how)
+
+    assert "can't allocate memory" in without_autoaccum.stderr
     assert ours.stdout.splitlines()[-1:] == ["4 batches"], ours.stderr[-3000:]
 
 

@@ -605,10 +605,10 @@ _LARGE_BATCHES = """
 @pytest.mark.parametrize(
     ("kind", "target", "evaluates", "killed_at"),
     [
-        ("plain", 512, "evaluates", 3),  # where the epoch ends
+        pytest.param("plain", 512, "evaluates", 3, marks=pytest.mark.slow),  # where the epoch ends
         ("plain", 400, "", 2),  # windows that take from two batches
-        ("stateful", 512, "", 4),
-        ("workers", 512, "evaluates", 2),
+        pytest.param("stateful", 512, "", 4, marks=pytest.mark.slow),
+        pytest.param("workers", 512, "evaluates", 2, marks=pytest.mark.slow),
     ],
 )
 def test_batch_of_the_loader_larger_than_a_real_limit_trains_also_after_a_kill(

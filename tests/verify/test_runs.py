@@ -137,7 +137,7 @@ def test_optimizer_that_torch_does_not_know_is_told_and_not_guessed():
 FAILING = "import sys, torch; sys.exit(f'deterministic: {torch.are_deterministic_algorithms_enabled()}')"
 
 
-@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("is_deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_deterministic_algorithms_are_those_of_torch(is_deterministic):
     with pytest.raises(InvalidInputError, match=f"deterministic: {is_deterministic}$"):
         verify([sys.executable, "-c", FAILING, *SIZES], deterministic=is_deterministic)
@@ -164,7 +164,7 @@ def test_python_of_a_shell_that_replaces_the_path_is_told(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "code"), [("mended", 0), ("faulty", 8)])
+@pytest.mark.parametrize(("kind", "code"), [pytest.param("mended", 0, marks=pytest.mark.sweep), ("faulty", 8)])
 def test_command_line_tells_by_its_exit_code_and_json(kind, code, tmp_path):
     command = [sys.executable, FAULTS, "not_divided", kind, *SIZES]
 
@@ -201,7 +201,11 @@ with (Path(folder) / "ends").open("a") as file:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "option", "code", "starts"),
-    [("mended", "--verify", 0, 1), ("faulty", "--verify", 8, 0), ("faulty", "--verify=warn", 0, 1)],
+    [
+        ("mended", "--verify", 0, 1),
+        ("faulty", "--verify", 8, 0),
+        pytest.param("faulty", "--verify=warn", 0, 1, marks=pytest.mark.sweep),
+    ],
 )
 def test_run_verifies_once_before_it_starts(kind, option, code, starts, tmp_path):
     command = [sys.executable, "-c", STARTED, tmp_path, "not_divided", kind, *SIZES]
