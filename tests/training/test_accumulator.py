@@ -12,7 +12,7 @@ from torch.nn import functional
 import autoaccum
 from autoaccum._sizing.cache import Key  # an entry of the cache
 from support.faults.modes import FailAt, InterruptAt
-from support.models.small import assert_bitwise, state_of
+from support.models.small import a_few_of, assert_bitwise, state_of
 from support.processes import fork_server
 from support.processes.folders import SUPPORT
 from support.training.starts import Start, Wide, rows
@@ -268,8 +268,7 @@ class FailWhereMemoryIsNeeded(FailAt):
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
 
-@pytest.mark.parametrize("loss", ["module", "pair"])
-@pytest.mark.parametrize("has_earlier", [False, True])
+@pytest.mark.parametrize(("loss", "has_earlier"), a_few_of(["module", "pair"], [False, True]))
 @pytest.mark.parametrize("every", SHARES)
 def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(loss, has_earlier, every):
     def run(cut, *points):
