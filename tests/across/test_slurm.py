@@ -201,7 +201,7 @@ def test_a_cancelled_job_writes_a_checkpoint_and_does_not_return(submit):
     assert "requeue" not in job.log
 
 
-@pytest.mark.slow  # it waits until Slurm looks at its queue again
+@pytest.mark.slow  # it waits for Slurm
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(2, marks=needs_two_nodes)])
 def test_a_preempted_job_returns_though_its_script_hears_nothing(submit, nodes):
     job = submit(WAITING, "--partition", "low", "--nodes", nodes, "--cpus", 20, arguments=["x"])
@@ -220,7 +220,7 @@ def test_a_preempted_job_returns_though_its_script_hears_nothing(submit, nodes):
     assert job.log.index("checkpoint written") < job.log.index("autoaccum: requeued") < job.log.index("start 1")
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.slow  # it waits for Slurm
 def test_only_the_task_of_an_array_that_was_warned_returns(submit):
     job = submit(WAITING, "--array", "0-1", arguments=["for ever"])
     started(job, times=2)
@@ -234,7 +234,7 @@ def test_only_the_task_of_an_array_that_was_warned_returns(submit):
     job.ended()
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.slow  # it waits for Slurm
 def test_restarts_have_a_ceiling(submit):
     job = submit(WAITING, "--max-restarts", 1, arguments=["for ever"])
     started(job)
@@ -432,7 +432,7 @@ def test_the_batch_script_is_kept_beside_the_log_and_can_be_submitted_again(subm
 
 # The last one: what else is on that node would be requeued as well.
 @needs_two_nodes
-@pytest.mark.slow  # as above
+@pytest.mark.slow  # it waits for Slurm
 def test_when_one_of_its_nodes_goes_down_a_job_returns_to_the_queue(submit):
     job = submit(WAITING, "--nodes", 2, arguments=["x"])
     started(job, times=2)
