@@ -140,11 +140,13 @@ def runs_in(lives, name):
     return sorted(lives.glob(f"{name}-*"))
 
 
+@pytest.mark.slow  # its processes are killed
 def test_kills_fell_while_the_run_was_at_work(lives):
     assert sum(done for done, _ in seen_in(lives, "SIGKILL")) == KILLS
     assert sum(kind == "resume" for run in runs_in(lives, "SIGKILL") for kind, *_ in entries(run)) >= KILLS // 2
 
 
+@pytest.mark.slow  # its processes are killed
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_run_ended_again_and_again_ends_bitwise_where_the_undisturbed_run_ends(lives, name):
     undisturbed = torch.load(lives / "undisturbed" / "end", weights_only=True)
@@ -153,6 +155,7 @@ def test_run_ended_again_and_again_ends_bitwise_where_the_undisturbed_run_ends(l
         assert torch.load(run / "end", weights_only=True) == undisturbed
 
 
+@pytest.mark.slow  # its processes are killed
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_run_ended_again_and_again_uses_each_sample_once_an_epoch_and_in_the_same_order(lives, name):
     undisturbed = windows_used(lives / "undisturbed")
@@ -167,6 +170,7 @@ def test_run_ended_again_and_again_uses_each_sample_once_an_epoch_and_in_the_sam
         assert all(windows[step] == undisturbed[step] for step in windows)
 
 
+@pytest.mark.slow  # its processes are killed
 def test_sigterm_ends_the_process_as_it_would_have_with_a_checkpoint_of_the_last_whole_window(lives):
     # Each of them by the signal, which the script has looked at.
     assert sum(done for done, _ in seen_in(lives, "SIGTERM")) == TERMINATIONS

@@ -44,6 +44,7 @@ def test_every_example_is_tested_here():
     assert names == own | {"ray_train"}  # in Ray itself: tests/across/test_ranks_ray.py
 
 
+@pytest.mark.slow  # a hundred layers
 def test_resnet_101_steps_its_last_window_too():
     result = run(call("resnet101", images=6, side=32, target_batch=4), micro_batch=2)
 

@@ -57,6 +57,7 @@ def test_accelerate_goes_on_from_its_own_state_where_it_was_killed(rank_pool, tm
     assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:accelerate", tmp_path, state, 5)
 
 
+@pytest.mark.slow  # the other waits for 3 s
 def test_accelerate_ends_all_ranks_where_one_lacks_memory_within_a_pass(rank_pool):
     found = rank_pool.answers("sharded_adapters:accelerate", size=2, most={1: 2}, wait_s=3)
 
@@ -104,7 +105,8 @@ def test_lightning_refuses_tensor_parallelism_and_says_what_there_is(rank_pool):
 # --- Transformers and TRL ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.slow  # ranks import Transformers, and TRL
+@pytest.mark.parametrize("kind", ["gpt2", "sft"])
 def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(rank_pool, tmp_path, kind):
     (alone,) = rank_pool.run("sharded_adapters:trainer", tmp_path, kind=kind, size=1)
 
@@ -134,6 +136,7 @@ def test_trainer_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, 
 IN_SHARDS = pytest.mark.skipif(transformers.__version__ < "5.1", reason="Transformers 5 shards models that it loads")
 
 
+@pytest.mark.slow  # ranks import Transformers
 @IN_SHARDS
 def test_model_that_transformers_has_loaded_in_shards_trains_and_evaluates_as_one_process(rank_pool, tmp_path):
     (alone,) = rank_pool.run("sharded_adapters:loaded_in_shards", tmp_path, size=1)
@@ -146,6 +149,7 @@ def test_model_that_transformers_has_loaded_in_shards_trains_and_evaluates_as_on
     assert evaluations[0] == evaluations[1]
 
 
+@pytest.mark.slow  # the other waits for 5 s
 @IN_SHARDS
 def test_evaluation_of_a_model_in_shards_is_cut_on_no_rank_alone(rank_pool, tmp_path):
     first, second = rank_pool.answers("sharded_adapters:loaded_in_shards", tmp_path, most=(99, 3), size=2, wait_s=5)

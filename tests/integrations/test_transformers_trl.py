@@ -62,6 +62,7 @@ def test_parameters_are_those_of_whole_batches_and_metrics_those_of_accumulation
     assert_same_weights(trained(cut(kind), kind, tmp_path), whole)
 
 
+@pytest.mark.slow  # three trainings for each trainer
 def test_memory_that_runs_out_changes_nothing_and_logs_nothing_more(plain, tmp_path, monkeypatch):
     kind, theirs = plain
     patched = [(Accumulator, "backward"), (EvaluationInParts, "run")]
@@ -144,7 +145,10 @@ def test_losses_of_preferences_that_are_means_over_pairs_are_those_of_whole_batc
     assert_same_weights(ours, theirs)
 
 
-@pytest.mark.parametrize(("kind", "loss_type"), GENERATING)
+@pytest.mark.parametrize(
+    ("kind", "loss_type"),
+    [pytest.param(*one, marks=() if one[1] in ("grpo", None) else pytest.mark.slow) for one in GENERATING],
+)
 def test_batches_are_cut_after_generation(tmp_path, kind, loss_type):
     """Of two accumulated batches, each has its own normalisers, as without."""
     ours = generated(lambda base: cut(base, micro_batch=3), kind, tmp_path, loss_type)

@@ -85,6 +85,7 @@ time.sleep(float(sys.argv[2]))
 """
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("seconds", [0, 600])
 def test_nothing_of_a_command_survives_it(seconds, tmp_path):
     with pytest.raises(InvalidInputError):
@@ -99,6 +100,7 @@ def test_time_without_an_optimizer_step_is_told():
         verify(python("import time; time.sleep(600)", *SIZES), timeout_s=1.0)
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nothing_of_a_command_survives_an_interrupt_of_verify(number, tmp_path):
     words = ["verify", "--target-batch", "4", "--", *python(LEAVES, tmp_path / "pid", 600, *SIZES)]
@@ -129,6 +131,7 @@ for x in torch.ones(8, 3):
 """
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_optimizer_that_torch_does_not_know_is_told_and_not_guessed():
     with pytest.raises(InvalidInputError, match=r"made 8 backward passes and no step of a torch\.optim\.Optimizer"):
         verify([sys.executable, "-c", UNKNOWN, *SIZES])
@@ -137,7 +140,8 @@ def test_optimizer_that_torch_does_not_know_is_told_and_not_guessed():
 FAILING = "import sys, torch; sys.exit(f'deterministic: {torch.are_deterministic_algorithms_enabled()}')"
 
 
-@pytest.mark.parametrize("is_deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # a process that imports torch
+@pytest.mark.parametrize("is_deterministic", [False, True])
 def test_deterministic_algorithms_are_those_of_torch(is_deterministic):
     with pytest.raises(InvalidInputError, match=f"deterministic: {is_deterministic}$"):
         verify([sys.executable, "-c", FAILING, *SIZES], deterministic=is_deterministic)
