@@ -31,7 +31,7 @@ run() { "$environment/bin/python" -m pytest "$@"; }
 case "$kind" in
 newest) prepare --upgrade && run "${quick[@]}" ;;
 nightly)
-    : "${PYTORCH_NIGHTLY_INDEX:?say from which index PyTorch's nightly builds come}"
+    : "${PYTORCH_NIGHTLY_INDEX:?say from which index nightly builds of PyTorch come}"
     prepare
     uv pip install --quiet --python "$environment/bin/python" --upgrade --pre torch torchvision \
         --index-url "$PYTORCH_NIGHTLY_INDEX"

@@ -45,6 +45,15 @@ def test_workflows_call_make_targets_and_scripts_that_exist():
             assert line == "pip install uv"
 
 
+@pytest.mark.parametrize(
+    "script", [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"], ids=lambda path: path.name
+)
+def test_scripts_of_a_shell_can_be_parsed(script):
+    found = subprocess.run(["bash", "-n", ROOT / script], check=False, capture_output=True, text=True)
+
+    assert not found.returncode, found.stderr
+
+
 def test_every_promised_python_is_tested():
     promised = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     tested = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]["python"]
