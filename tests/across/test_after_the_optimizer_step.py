@@ -22,7 +22,9 @@ def undisturbed():
 # --- memory runs out at each point ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "every"), [("call", 37), ("operator", 3)])
+@pytest.mark.parametrize(
+    ("kind", "every"), [("call", 149), ("operator", 3), pytest.param("call", 37, marks=pytest.mark.sweep)]
+)
 def test_memory_that_runs_out_after_the_step_makes_no_update_twice(tmp_path, undisturbed, kind, every):
     points = after_step.points_of(tmp_path / "counted", 3, kind, checkpoint_every=2)
 

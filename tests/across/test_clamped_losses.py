@@ -160,7 +160,7 @@ def test_no_clamped_loss_trains_silently_wrong(start):
 
 @pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("cut", [(1,) * N, (2, 2, 1, 3)])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(1, 6))])
 def test_clamp_of_what_the_batch_does_not_count_is_no_silent_mean(least, cut, seed):
     chance, windows = torch.Generator().manual_seed(seed), []
     for _ in range(5):
@@ -274,7 +274,7 @@ def test_clamp_of_real_weights_below_1_that_the_batch_does_not_count_is_warned_o
 @pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' divides by more in a micro-batch")  # a k that is new
 @pytest.mark.parametrize("least", [2, 3, 4])
 @pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(1, 3))])
 def test_later_check_of_few_makes_no_sum_of_a_mean_over_at_least_so_many(least, size, seed):
     """The 8 samples of a check have no more of them than max(k, n) has at least, and the window has more."""
     chance = torch.Generator().manual_seed(seed)

@@ -5,7 +5,9 @@ import pytest
 from support.training import feature_pairs
 
 
-@pytest.mark.parametrize("name", feature_pairs.MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "gpt" else ()) for name in feature_pairs.MODELS]
+)
 def test_pair_of_features_trains_as_a_plain_loop_or_is_refused(name, rank_pool, tmp_path):
     wrong, trained = [], 0
     chosen = feature_pairs.each_once(name)

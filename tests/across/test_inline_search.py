@@ -513,7 +513,7 @@ print(result.plan.accum_steps, result.oom_events, len(trials), trials.count(Fals
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "steps"), [(149, 1), (298, 2)])
+@pytest.mark.parametrize(("target", "steps"), [(149, 1), pytest.param(298, 2, marks=pytest.mark.sweep)])
 def test_search_under_a_real_limit_finds_97_percent_of_what_fits_in_six_trials(target, steps):
     """Of ResNet-18 at 96 px 154 samples fit, as `find_micro_batch` finds; other heaps than a new process's differ."""
     paths = os.pathsep.join(map(str, (TESTS / "engine", TESTS)))

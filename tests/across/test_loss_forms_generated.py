@@ -151,7 +151,7 @@ def numbers(digits):
     return [int(digit) for digit in digits]
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(600, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("examples", [8, pytest.param(600, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [(by_runner, torch.float64), (by_runner, torch.float32), (by_accumulator, torch.float64)],

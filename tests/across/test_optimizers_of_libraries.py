@@ -9,7 +9,7 @@ from torch import nn
 
 import autoaccum
 from support.faults.places import Fault, lack
-from support.models.small import assert_bitwise, fit_quietly, state_of
+from support.models.small import a_few_of, assert_bitwise, fit_quietly, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 SAMPLES, MICRO_BATCH, WINDOWS = 8, 4, 4
@@ -103,8 +103,7 @@ def trained(make, where=None):
     return state_of(model), events, hook.hits + device.failed
 
 
-@pytest.mark.parametrize("where", ["first step, written", "reservation", "step"])
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize(("make", "where"), a_few_of(OPTIMIZERS, ["first step, written", "reservation", "step"]))
 def test_memory_that_runs_out_around_the_step_changes_no_bit(make, where):
     undisturbed, _, _ = trained(make)
     if where == "step" and make in (of_bitsandbytes, fused):  # whether their kernels have written cannot be told

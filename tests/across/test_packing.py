@@ -100,7 +100,7 @@ def test_rows_that_do_not_say_where_samples_begin_are_taken_as_before():
     assert split.packs is False
 
 
-@pytest.mark.parametrize("stop", [1, 6])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.sweep), 6])
 def test_run_that_goes_on_fills_micro_batches_as_before(stop, tmp_path):
     whole, undisturbed = trained()
     with pytest.raises(StoppedError):

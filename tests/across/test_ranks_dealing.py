@@ -7,7 +7,7 @@ import torch
 
 import autoaccum
 from support.data.ragged import lengths_of
-from support.models.small import assert_bitwise
+from support.models.small import a_few_of, assert_bitwise
 from support.ranks import dealing
 
 FAR = {"rtol": 1e-12, "atol": 1e-12}
@@ -21,8 +21,7 @@ def load_of(found):
     return sum(sum(lengths) for lengths in found["seen"][-len(found["cuts"][-1]) :])
 
 
-@pytest.mark.parametrize("micro_batch", ["auto", 5])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "micro_batch"), a_few_of([2, 4], ["auto", 5]))
 def test_parameters_are_those_of_one_process_and_the_ranks_finish_together(rank_pool, size, micro_batch):
     options = {"target_batch": 24, "micro_batch": micro_batch, "shuffle": True}
     alone = dealing.train(0, 1, **options)

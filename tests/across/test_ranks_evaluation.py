@@ -50,20 +50,17 @@ def test_every_rank_evaluates_its_own_loader_where_nothing_is_shared_out(rank_po
     assert found[0]["evaluations"][0][2] == 40
 
 
+MASKS = {
+    "nothing on the first": [[0] * 8, [1, 0, 0, 1, 1, 0, 0, 1]],
+    "nothing on the second": [[1, 1, 0, 1, 0, 0, 1, 1], [0] * 8],
+    "one on the first": [[0, 0, 0, 0, 0, 0, 0, 1], [0, 1, 1, 1, 1, 0, 1, 0]],
+}
+
+
 @pytest.mark.filterwarnings("ignore:autoaccum")
-@pytest.mark.parametrize("least", [0, 1])
-@pytest.mark.parametrize(
-    "masks",
-    [
-        [[0] * 8, [1, 0, 0, 1, 1, 0, 0, 1]],
-        [[1, 1, 0, 1, 0, 0, 1, 1], [0] * 8],
-        [[0, 0, 0, 0, 0, 0, 0, 1], [0, 1, 1, 1, 1, 0, 1, 0]],
-    ],
-    ids=["nothing on the first", "nothing on the second", "one on the first"],
-)
-@pytest.mark.parametrize("most", [(2, 2), (1, 2), (8, 3)])
+@pytest.mark.parametrize(("most", "masks", "least"), a_few_of([(2, 2), (1, 2), (8, 3)], MASKS, [0, 1]))
 def test_what_ranks_with_less_could_not_see_of_a_loss_is_taken_from_others(rank_pool, most, masks, least):
-    for found, exact in rank_pool.run("evaluation:masked", masks, most, least=least, size=2):
+    for found, exact in rank_pool.run("evaluation:masked", MASKS[masks], most, least=least, size=2):
         assert found == pytest.approx(exact, rel=1e-9)
 
 

@@ -6,14 +6,20 @@ import pytest
 import torch
 
 from autoaccum import DoesNotFitError, RankFailedError, StateDamagedError
+from support.models.small import a_few_of
 from support.ranks import faults
 from support.ranks.training import FAR, assert_alike, far
 
 
-@pytest.mark.parametrize("most", [3, pytest.param(10, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("most", [2, pytest.param(10, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("size", "loss", "optimizer", "clip"),
-    [(2, "mean", "sgd", None), (4, "mean", "adam", 1.0), (2, "pair", "adam", None), (2, "several", "sgd", 0.5)],
+    [
+        pytest.param(2, "mean", "sgd", None, marks=pytest.mark.sweep),
+        (4, "mean", "adam", 1.0),
+        (2, "pair", "adam", None),
+        (2, "several", "sgd", 0.5),
+    ],
 )
 def test_memory_that_runs_out_anywhere_changes_nothing_but_cuts(rank_pool, size, loss, optimizer, clip, most):
     arguments = {"size": size, "loss": loss, "optimizer": optimizer, "clip": clip}
@@ -38,8 +44,7 @@ def test_memory_that_runs_out_anywhere_changes_nothing_but_cuts(rank_pool, size,
     assert hits  # else this test shows little
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("at", [100, 150, 200])
+@pytest.mark.parametrize(("size", "at"), a_few_of([2, 4], [100, 150, 200]))
 def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(rank_pool, size, at):
     answers = rank_pool.answers("faults:faulted", size=size, points={1: [at]}, lasts=True)
 

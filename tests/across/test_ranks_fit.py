@@ -231,6 +231,7 @@ def test_each_rank_finds_its_own_cut_and_the_gradient_is_that_of_the_window(rank
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
 
 
+@pytest.mark.slow  # they wait
 @pytest.mark.parametrize("ends", [True, False])
 def test_checkpoint_folder_that_another_process_holds_is_waited_for_by_all_ranks_and_none_hangs(
     rank_pool, tmp_path, ends

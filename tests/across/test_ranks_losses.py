@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 
+from support.models.small import a_few_of
 from support.ranks import losses
 from support.ranks.training import assert_trained_as
 
@@ -51,16 +52,15 @@ def test_ranks_on_which_nothing_counts_know_no_other_form_of_a_loss(rank_pool):
     assert_trained_as(rank_pool.run("losses:of_one_token", size=2), whole)
 
 
-@pytest.mark.parametrize(
-    ("loss", "data"),
-    [
-        ("list", {"micro_batch": 1, "val_every": 1}),
-        ("two divisors, scaled", {"micro_batch": 5, "val_every": 2, "but": 11, "nothing_counts": slice(16, 20)}),
-    ],
-)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' has terms that are divided by numbers of their own")
-def test_what_an_evaluation_shows_of_a_loss_changes_no_gradient(rank_pool, size, loss, data):
-    whole = losses.evaluated(0, 1, loss, **data)
+EVALUATED = {
+    "list": {"micro_batch": 1, "val_every": 1},
+    "two divisors, scaled": {"micro_batch": 5, "val_every": 2, "but": 11, "nothing_counts": slice(16, 20)},
+}
 
-    assert_trained_as(rank_pool.run("losses:evaluated", loss, size=size, **data), whole)
+
+@pytest.mark.parametrize(("size", "loss"), a_few_of([2, 3], EVALUATED))
+@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' has terms that are divided by numbers of their own")
+def test_what_an_evaluation_shows_of_a_loss_changes_no_gradient(rank_pool, size, loss):
+    whole = losses.evaluated(0, 1, loss, **EVALUATED[loss])
+
+    assert_trained_as(rank_pool.run("losses:evaluated", loss, size=size, **EVALUATED[loss]), whole)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import autoaccum
+from support.models.small import a_few_of
 from support.ranks import resharding, training
 from support.ranks.training import FAR, assert_alike, assert_trained_as, far
 
@@ -26,9 +27,9 @@ def test_order_of_several_ranks_is_that_of_one_process(rank_pool, kind):
     assert_trained_as(found, expected[0])
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-@pytest.mark.parametrize("kind", ["in_order", "own_generator", "of_numpy"])
-def test_run_goes_on_after_an_epoch_with_any_number_of_processes(rank_pool, tmp_path, before, after, kind):
+@pytest.mark.parametrize(("of", "kind"), a_few_of([(1, 2), (2, 1), (2, 3)], ["in_order", "own_generator", "of_numpy"]))
+def test_run_goes_on_after_an_epoch_with_any_number_of_processes(rank_pool, tmp_path, of, kind):
+    before, after = of
     expected = run(rank_pool, None, 1, kind=kind, steps=ALL)
     run(rank_pool, str(tmp_path), before, kind=kind, steps=None, epochs=1)
 

@@ -29,7 +29,10 @@ def test_ranks_have_the_parameters_of_one_process_where_memory_is_plenty(rank_po
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-9)
 
 
-@pytest.mark.parametrize("lists", [False, True], ids=["tensors", "lists of samples"])
+@pytest.mark.parametrize(
+    "lists",
+    [pytest.param(False, id="tensors"), pytest.param(True, id="lists of samples", marks=pytest.mark.slow)],
+)
 def test_rank_that_lacks_memory_later_saves_it_while_the_other_waits(rank_pool, lists):
     one, other = rank_pool.run("savings:lacking_late", size=2, lists=lists)
 

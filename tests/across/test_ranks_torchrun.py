@@ -102,6 +102,7 @@ def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_pa
     assert found[0]["numbers"] == found[1]["numbers"] == undisturbed_spread[0]["numbers"]
 
 
+@pytest.mark.slow  # ranks wait, and are started again
 def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_where_the_ranks_start_again(
     rank_pool, tmp_path, undisturbed_spread
 ):
@@ -136,6 +137,7 @@ def undisturbed_loop(rank_pool, tmp_path_factory):
     return rank_pool.run("torchrun_job:loop", tmp_path_factory.mktemp("undisturbed"), size=2)
 
 
+@pytest.mark.slow  # ranks are started again
 def test_loop_with_a_spread_model_goes_on_from_its_own_checkpoint_where_a_rank_was_killed(tmp_path, undisturbed_loop):
     found = finished(tmp_path, "kill", "--max-restarts", "1", kind="loop")
 

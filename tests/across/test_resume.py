@@ -53,10 +53,11 @@ def whole_run(name):
 
 
 def stops():
-    """Each run of the table at its stops, and in the sweeps those with loaders of their own at three places."""
+    """Each run of the table at its stops; in the sweeps at more, those with loaders of their own at three."""
     for name, (_, places) in RESUMES.items():
-        for place in places:
-            yield pytest.param(name, place, id=f"{name}-{place}")
+        for number, place in enumerate(places):
+            is_quick = name == "plain" or number < (1 if name.startswith("schedule-free") else 3)
+            yield pytest.param(name, place, id=f"{name}-{place}", marks=() if is_quick else pytest.mark.sweep)
         if "loader" in changes_of(name) and "once" not in name:
             for place in {2, STEPS_PER_EPOCH, 8}.difference(one for one in places if isinstance(one, int)):
                 yield pytest.param(name, place, id=f"{name}-{place}", marks=pytest.mark.sweep)
@@ -97,7 +98,7 @@ def windows_of(*runs):
 # --- killed at any moment ---------------------------------------------------------------------------------------------
 
 
-KILLS, TERMINATIONS = 10, 3
+KILLS, TERMINATIONS = 6, 2
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +140,13 @@ def runs_in(lives, name):
     return sorted(lives.glob(f"{name}-*"))
 
 
+@pytest.mark.slow  # its processes are killed
 def test_kills_fell_while_the_run_was_at_work(lives):
     assert sum(done for done, _ in seen_in(lives, "SIGKILL")) == KILLS
     assert sum(kind == "resume" for run in runs_in(lives, "SIGKILL") for kind, *_ in entries(run)) >= KILLS // 2
 
 
+@pytest.mark.slow  # its processes are killed
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_run_ended_again_and_again_ends_bitwise_where_the_undisturbed_run_ends(lives, name):
     undisturbed = torch.load(lives / "undisturbed" / "end", weights_only=True)
@@ -152,6 +155,7 @@ def test_run_ended_again_and_again_ends_bitwise_where_the_undisturbed_run_ends(l
         assert torch.load(run / "end", weights_only=True) == undisturbed
 
 
+@pytest.mark.slow  # its processes are killed
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_run_ended_again_and_again_uses_each_sample_once_an_epoch_and_in_the_same_order(lives, name):
     undisturbed = windows_used(lives / "undisturbed")
@@ -166,6 +170,7 @@ def test_run_ended_again_and_again_uses_each_sample_once_an_epoch_and_in_the_sam
         assert all(windows[step] == undisturbed[step] for step in windows)
 
 
+@pytest.mark.slow  # its processes are killed
 def test_sigterm_ends_the_process_as_it_would_have_with_a_checkpoint_of_the_last_whole_window(lives):
     # Each of them by the signal, which the script has looked at.
     assert sum(done for done, _ in seen_in(lives, "SIGTERM")) == TERMINATIONS

@@ -173,7 +173,7 @@ def started(job, times=1):
     job.until(lambda: job.log.count("start ") >= times)
 
 
-def test_a_warned_job_writes_a_checkpoint_and_returns_to_the_queue(limited, hungry, submit):
+def test_a_warned_job_writes_a_checkpoint_and_returns_to_the_queue(submit):
     job = submit(WAITING, arguments=["two words", "$HOME"])
     started(job)
 
@@ -201,7 +201,8 @@ def test_a_cancelled_job_writes_a_checkpoint_and_does_not_return(submit):
     assert "requeue" not in job.log
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=needs_two_nodes)])
+@pytest.mark.slow  # it waits for Slurm
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(2, marks=needs_two_nodes)])
 def test_a_preempted_job_returns_though_its_script_hears_nothing(submit, nodes):
     job = submit(WAITING, "--partition", "low", "--nodes", nodes, "--cpus", 20, arguments=["x"])
     started(job, times=nodes)
@@ -219,6 +220,7 @@ def test_a_preempted_job_returns_though_its_script_hears_nothing(submit, nodes):
     assert job.log.index("checkpoint written") < job.log.index("autoaccum: requeued") < job.log.index("start 1")
 
 
+@pytest.mark.slow  # it waits for Slurm
 def test_only_the_task_of_an_array_that_was_warned_returns(submit):
     job = submit(WAITING, "--array", "0-1", arguments=["for ever"])
     started(job, times=2)
@@ -232,6 +234,7 @@ def test_only_the_task_of_an_array_that_was_warned_returns(submit):
     job.ended()
 
 
+@pytest.mark.slow  # it waits for Slurm
 def test_restarts_have_a_ceiling(submit):
     job = submit(WAITING, "--max-restarts", 1, arguments=["for ever"])
     started(job)
@@ -271,7 +274,7 @@ def test_each_rank_of_torchrun_has_a_core(submit, tmp_path):
 
 
 @pytest.mark.slow  # torch is imported by two processes
-def test_torchrun_starts_a_rank_for_each_process(submit):
+def test_torchrun_starts_a_rank_for_each_process(limited, hungry, submit):  # those of below run meanwhile
     torchrun = os.path.join(os.path.dirname(sys.executable), "torchrun")  # noqa: PTH118, PTH120 - not resolved
     job = submit(RANKS, launcher=(torchrun, "--nproc-per-node=2"))
 
@@ -341,7 +344,7 @@ def test_the_script_of_the_page_trains_on_two_nodes_as_one_process_does(submit, 
 
 
 @needs_two_nodes
-@pytest.mark.slow  # torch is imported by six processes, twice
+@pytest.mark.sweep  # torch is imported by six processes, twice; one node is asked above, and several ranks elsewhere
 def test_warned_on_two_nodes_a_training_is_requeued_and_ends_bit_for_bit_as_if_undisturbed(submit, tmp_path):
     job = submit(TRAINING, "--nodes", 2, "--mem", "8G", **TWO_EACH, WAITS_S="0.5")
     job.until(lambda: "step 5\n" in job.log)
@@ -429,6 +432,7 @@ def test_the_batch_script_is_kept_beside_the_log_and_can_be_submitted_again(subm
 
 # The last one: what else is on that node would be requeued as well.
 @needs_two_nodes
+@pytest.mark.slow  # it waits for Slurm
 def test_when_one_of_its_nodes_goes_down_a_job_returns_to_the_queue(submit):
     job = submit(WAITING, "--nodes", 2, arguments=["x"])
     started(job, times=2)

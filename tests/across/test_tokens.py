@@ -226,7 +226,13 @@ def test_lack_of_memory_anywhere_leaves_the_update_as_it_is(how, micro_batch):
     assert hits
 
 
-@pytest.mark.parametrize(("as_lists", "batch", "step"), [(False, 1, 4), (False, 3, 1), (True, 3, 2), (True, BATCH, 4)])
+@pytest.mark.parametrize(
+    ("as_lists", "batch", "step"),
+    [
+        *(pytest.param(*row, marks=pytest.mark.sweep) for row in [(False, 1, 4), (True, BATCH, 4)]),
+        *[(False, 3, 1), (True, 3, 2)],
+    ],
+)
 def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(as_lists, batch, step, tmp_path):
     options = {"target_tokens": TOKENS, "micro_batch": 5, "epochs": 2} | (LISTS if as_lists else {})
     loader = lists(SAMPLES, batch) if as_lists else loader_of(SAMPLES, batch)

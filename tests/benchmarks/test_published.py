@@ -29,7 +29,9 @@ def test_every_run_has_a_model_a_gpu_and_a_size_that_the_gpu_has():
     ("run", "within"),
     [
         ("001-Anova/Transformer/001/distilbert-distilgpt2_Adam_30_1_10-124e", 0.02),
-        ("002-Monte Carlo/Transformer/001/facebook-opt-125m_AdamW_49_1_8-9eec", 0.02),
+        pytest.param(
+            "002-Monte Carlo/Transformer/001/facebook-opt-125m_AdamW_49_1_8-9eec", 0.02, marks=pytest.mark.sweep
+        ),
         ("002-Monte Carlo/CNN/001/MobileNetV2_SGD_712_1_8889", 0.03),
     ],
 )

@@ -87,6 +87,7 @@ autoaccum.fit(torch.nn.Linear(3, 1), [(torch.randn(8, 3), torch.randn(8, 1))], 8
 """
 
 
+@pytest.mark.slow  # imports torch for four commands
 def test_without_what_only_unix_has_commands_work_or_say_that_they_need_linux(tmp_path):
     (tmp_path / "train.py").write_text(_SCRIPT)
 

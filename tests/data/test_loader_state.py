@@ -530,7 +530,10 @@ WITH_WORKERS = {
 }
 
 
-@pytest.mark.parametrize("name", WITH_WORKERS)
+@pytest.mark.parametrize(  # the others start as many processes
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if number > 1 else ()) for number, name in enumerate(WITH_WORKERS)],
+)
 def test_resumed_run_reads_what_its_workers_would_have_given(tmp_path, name):
     make, stops, is_told = WITH_WORKERS[name]
 

@@ -22,7 +22,7 @@ def test_clipped_window_takes_the_norm_in_addition(rank_pool):
 
 
 def test_messages_grow_in_proportion_to_the_parameters_and_in_steady_windows_not_at_all(rank_pool):
-    none, some, many = (rank_pool.run("messages:lengths", layers, size=2)[0] for layers in (0, 100, 400))
+    none, some, many = (rank_pool.run("messages:lengths", layers, size=2)[0] for layers in (0, 50, 200))
 
     assert many[0] - none[0] <= 4.2 * (some[0] - none[0])
     assert none[1:] == some[1:] == many[1:]
@@ -41,13 +41,13 @@ def test_rank_that_is_killed_ends_the_others(rank_pool, size):
         assert isinstance(answer, autoaccum.RankFailedError), answer
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_rank_that_answers_too_late_ends_with_all_others(rank_pool, size):
-    for answer in rank_pool.answers("messages:not_answering", 1, "asleep", wait_s=3, size=size):
+    for answer in rank_pool.answers("messages:not_answering", 1, "asleep", wait_s=2, size=size):
         assert isinstance(answer, autoaccum.RankFailedError), answer
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_rank_that_is_stopped_for_a_while_is_waited_for(rank_pool, size):
     expected = rank_pool.run("messages:not_answering", 1, "", size=size)
 

@@ -59,16 +59,14 @@ for name, end in ENDINGS.items():
     run(work)
 """
 
-# With a long switch interval, threads of the network rarely get the interpreter before it ends.
+# With a long switch interval, threads of the network rarely get the interpreter before it ends. At first each rank
+# imports torch._dynamo, which an optimizer takes, by itself beside its group; then it is there, which saves seconds.
 FITS = """
-if sys.argv[2] == "script":
-    import torch._dynamo  # once for all; imported beside a group, it holds the group
-
 def work(rank):
     torch.set_num_threads(1)
-    if sys.argv[2] == "script":
+    if maker == "script":
         distributed.init_process_group("gloo")
-    for _ in range(4 if sys.argv[2] == "several fits" else 1):
+    for _ in range(4 if maker == "several fits" else 1):
         trains()
 
 def trains():
@@ -78,8 +76,16 @@ def trains():
         nn.Linear(4, 1), torch.utils.data.DataLoader(data, batch_size=8), 16, max_steps=1, micro_batch=4,
         loss=nn.MSELoss(), shard_data=True, device="cpu", progress=False,
     )
-for _ in range(5):
-    os.write(log, f"{run(work)}\\n".encode())
+
+def ends(times):
+    for _ in range(times):
+        os.write(log, f"{maker}: {run(work)}\\n".encode())
+
+maker = "several fits"
+ends(1)
+import torch._dynamo  # imported beside the group of a script, it holds the group
+for maker, times in ("script", 2), ("fit", 1):
+    ends(times)
 """
 
 
@@ -91,7 +97,7 @@ def test_message_of_any_length_arrives_and_lack_of_memory_stands_in_place_of_any
 def test_wait_for_a_message_sees_signals_where_tensors_go_by_nccl(rank_pool):
     took = rank_pool.run("messages:waiting_beside_nccl", size=2)
 
-    assert took[1] < 4
+    assert took[1] < 2.5
 
 
 def test_word_that_a_rank_left_is_read_in_the_same_training_alone(rank_pool):
@@ -107,13 +113,14 @@ def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_proce
     )
 
 
-@pytest.mark.parametrize("maker", ["script", "fit", "several fits"])
-def test_processes_end_well_right_after_fit(tmp_path, maker):
-    assert _logged(tmp_path, [sys.executable], RANKS + FITS, maker) == ["[0, 0]"] * 5
+@pytest.mark.slow  # each of 8 processes ends as Python ends
+def test_processes_end_well_right_after_fit(tmp_path):
+    ends = [f"{maker}: [0, 0]" for maker in ["several fits", "script", "script", "fit"]]
+    assert _logged(tmp_path, [sys.executable], RANKS + FITS) == ends
 
 
-def _logged(folder, python, script, *args):
+def _logged(folder, python, script):
     log = folder / "log"
-    command = [*python, "-c", script, str(log), *args]
+    command = [*python, "-c", script, str(log)]
     subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return log.read_text().splitlines()

@@ -44,6 +44,7 @@ def test_every_example_is_tested_here():
     assert names == own | {"ray_train"}  # in Ray itself: tests/across/test_ranks_ray.py
 
 
+@pytest.mark.slow  # a hundred layers
 def test_resnet_101_steps_its_last_window_too():
     result = run(call("resnet101", images=6, side=32, target_batch=4), micro_batch=2)
 
@@ -123,8 +124,8 @@ def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
         ("mean_and_sum", {"target_batch": 16, "windows": 1, "reduction": "sum", "lr": 0.1 / 16}, 16),
         ("two_losses", {}, None),
         ("half_precision", {}, None),
-        pytest.param("digits", {"memory_limit": None}, None, marks=pytest.mark.slow),
-        pytest.param("resnet101", {"images": 4, "side": 32, "target_batch": 4}, 4, marks=pytest.mark.slow),
+        pytest.param("digits", {"memory_limit": None}, None, marks=pytest.mark.sweep),
+        pytest.param("resnet101", {"images": 4, "side": 32, "target_batch": 4}, 4, marks=pytest.mark.sweep),
     ],
 )
 def test_example_is_right_however_its_batch_is_split(name, sizes, target):

@@ -11,6 +11,7 @@ import autoaccum
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._system.notices import Notices  # an argument
 from support.faults.modes import FailAt
+from support.models.small import a_few_of
 from support.ranks.noise import Distance
 
 D = 12
@@ -68,11 +69,12 @@ def assert_within_four_errors(found, expected):
     assert abs(sum(found) / len(found) - expected) < 4 * error
 
 
-@pytest.mark.parametrize(
-    ("samples", "most"), [(24, 8), (24, 7), (25, 24), (9, 1)], ids=["equal", "unequal", "cut in two", "single samples"]
-)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_estimate_is_within_four_standard_errors(loss, samples, most):
+CUTS = {"equal": (24, 8), "unequal": (24, 7), "cut in two": (25, 24), "single samples": (9, 1)}
+
+
+@pytest.mark.parametrize(("loss", "cut"), a_few_of(LOSSES, CUTS))
+def test_estimate_is_within_four_standard_errors(loss, cut):
+    samples, most = CUTS[cut]
     runner = runner_of(Distance(), autoaccum.plan(samples, most), LOSSES[loss])
     noise = recorded(runner)
 

@@ -50,8 +50,8 @@ def batch_of(shape, samples=8):
     return torch.randn(samples, *shape), torch.randint(10, (samples,))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mlp", "attention"])  # oneDNN's convolutions take more, which is not counted
+# oneDNN's convolutions take more, which is not counted.
+@pytest.mark.parametrize(("name", "precision"), a_few_of(["mlp", "attention"], ["fp32", "bf16"]))
 def test_estimate_is_what_a_real_step_allocates(name, precision, two_threads):
     make, shape = CASES[name]
     model, batch = make(), batch_of(shape, 16)
@@ -258,7 +258,7 @@ class Reentrant(Blocks):
         return self.head(x)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.sweep)])
 def test_reentrant_checkpoints_are_gone_through_for_gpus_too(precision):
     following = 1024 * (64 * 4 + 8)
 

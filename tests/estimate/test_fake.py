@@ -39,8 +39,15 @@ def predicted(model, gpu):
     return estimate_step(model, BATCH, loss=nn.MSELoss(), gpu=gpu and gpu_named(gpu), precision="bf16", sizes=[64, 128])
 
 
-@pytest.mark.parametrize("gpu", [pytest.param("h100-80gb", marks=pytest.mark.gpu_fakes), None])
-@pytest.mark.parametrize("by_torch", [True, False])
+@pytest.mark.parametrize(
+    ("by_torch", "gpu"),
+    [
+        pytest.param(False, "h100-80gb", marks=pytest.mark.gpu_fakes),
+        (True, None),
+        pytest.param(True, "h100-80gb", marks=[pytest.mark.gpu_fakes, pytest.mark.sweep]),
+        pytest.param(False, None, marks=pytest.mark.sweep),
+    ],
+)
 def test_layers_dropped_at_random_are_predicted_as_kept(by_torch, gpu):
     random.seed(0)
 

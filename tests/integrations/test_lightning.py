@@ -18,6 +18,7 @@ import autoaccum
 from autoaccum.integrations.lightning import AutoAccumulate
 from support.data.small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
 from support.faults.modes import FailAt
+from support.models.small import a_few_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -247,8 +248,8 @@ class Constant(Classifier):
         self.log("validation", self.loss_of(batch), batch_size=self.size)
 
 
-@pytest.mark.parametrize("size", [1, 3, 7])  # 3 is also that of a part, of the first batch as well
-@pytest.mark.parametrize("reduction", [None, "mean"])
+# 3 is also that of a part, of the first batch as well.
+@pytest.mark.parametrize(("size", "reduction"), a_few_of([1, 3, 7], [None, "mean"]))
 def test_a_batch_size_that_is_constant_is_that_of_the_batch_for_whatever_reads_epochs_means(size, reduction, tmp_path):
     """Else they would weigh batches by their number of parts."""
     found = []

@@ -49,6 +49,7 @@ def test_accelerate_trains_as_one_process_and_clips_and_gathers_by_itself(rank_p
     assert found[0]["state"]["body.0.weight"] == found[0]["parameters"][0].tolist()
 
 
+@pytest.mark.slow  # a rank is killed, and imports anew what it needs
 @pytest.mark.parametrize("state", FORMS)
 def test_accelerate_goes_on_from_its_own_state_where_it_was_killed(rank_pool, tmp_path, state):
     if state == "sharded" and accelerate.__version__.startswith("1.10."):
@@ -56,6 +57,7 @@ def test_accelerate_goes_on_from_its_own_state_where_it_was_killed(rank_pool, tm
     assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:accelerate", tmp_path, state, 5)
 
 
+@pytest.mark.slow  # the other waits for 3 s
 def test_accelerate_ends_all_ranks_where_one_lacks_memory_within_a_pass(rank_pool):
     found = rank_pool.answers("sharded_adapters:accelerate", size=2, most={1: 2}, wait_s=3)
 
@@ -85,6 +87,7 @@ def test_lightning_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(
     assert found[0]["sizes"] == ((3, 3),) * 6
 
 
+@pytest.mark.slow  # a rank is killed, and imports anew what it needs
 @pytest.mark.parametrize("state", FORMS)
 def test_lightning_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, tmp_path, state):
     assert_goes_on_where_it_was_killed(rank_pool, "sharded_adapters:lightning", tmp_path, state, 4)  # after an epoch
@@ -102,6 +105,7 @@ def test_lightning_refuses_tensor_parallelism_and_says_what_there_is(rank_pool):
 # --- Transformers and TRL ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # ranks import Transformers, and TRL
 @pytest.mark.parametrize("kind", ["gpt2", "sft"])
 def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(rank_pool, tmp_path, kind):
     (alone,) = rank_pool.run("sharded_adapters:trainer", tmp_path, kind=kind, size=1)
@@ -117,7 +121,8 @@ def test_trainer_trains_as_one_process_and_clips_logs_and_evaluates_by_itself(ra
     assert evaluations[0] == evaluations[1]
 
 
-@pytest.mark.parametrize("state", FORMS)
+@pytest.mark.slow  # a rank is killed, and imports anew what it needs
+@pytest.mark.parametrize("state", [pytest.param("full", marks=pytest.mark.sweep), "sharded"])  # both as Accelerate's
 def test_trainer_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, tmp_path, state):
     if accelerate.__version__.startswith("1.10."):
         pytest.skip("Accelerate 1.10 itself goes on otherwise from any state of a Trainer, also without autoaccum")
@@ -131,6 +136,7 @@ def test_trainer_goes_on_from_its_own_checkpoint_where_it_was_killed(rank_pool, 
 IN_SHARDS = pytest.mark.skipif(transformers.__version__ < "5.1", reason="Transformers 5 shards models that it loads")
 
 
+@pytest.mark.slow  # ranks import Transformers
 @IN_SHARDS
 def test_model_that_transformers_has_loaded_in_shards_trains_and_evaluates_as_one_process(rank_pool, tmp_path):
     (alone,) = rank_pool.run("sharded_adapters:loaded_in_shards", tmp_path, size=1)
@@ -143,6 +149,7 @@ def test_model_that_transformers_has_loaded_in_shards_trains_and_evaluates_as_on
     assert evaluations[0] == evaluations[1]
 
 
+@pytest.mark.slow  # the other waits for 5 s
 @IN_SHARDS
 def test_evaluation_of_a_model_in_shards_is_cut_on_no_rank_alone(rank_pool, tmp_path):
     first, second = rank_pool.answers("sharded_adapters:loaded_in_shards", tmp_path, most=(99, 3), size=2, wait_s=5)

@@ -575,7 +575,7 @@ def test_losses_may_be_returned_by_name_as_pairs(tmp_path):
 PLAIN = {"samples": 12, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 
 
-@pytest.mark.parametrize("most", [6, 3, 1])
+@pytest.mark.parametrize("most", [3, *(pytest.param(most, marks=pytest.mark.sweep) for most in (6, 1))])
 def test_terms_beside_one_divided_by_all_tokens_have_their_own_weight(tmp_path, most):
     whole = trained(Weighed, tmp_path, **PLAIN)
     ours = trained(cut(Weighed, micro_batch=most), tmp_path, **PLAIN)

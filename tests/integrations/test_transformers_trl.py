@@ -62,6 +62,7 @@ def test_parameters_are_those_of_whole_batches_and_metrics_those_of_accumulation
     assert_same_weights(trained(cut(kind), kind, tmp_path), whole)
 
 
+@pytest.mark.slow  # three trainings for each trainer
 def test_memory_that_runs_out_changes_nothing_and_logs_nothing_more(plain, tmp_path, monkeypatch):
     kind, theirs = plain
     patched = [(Accumulator, "backward"), (EvaluationInParts, "run")]
@@ -131,7 +132,12 @@ def test_adapters_of_lora_are_trained(tmp_path):
 OF_PAIRS = ["hinge", "ipo", "robust", "apo_zero", "bco_pair", "exo_pair", "nca_pair", ["sigmoid", "bco_pair"]]
 
 
-@pytest.mark.parametrize("loss_type", OF_PAIRS, ids=str)
+# Every other one, with the list of several.
+@pytest.mark.parametrize(
+    "loss_type",
+    [pytest.param(one, marks=pytest.mark.sweep if number % 2 else ()) for number, one in enumerate(reversed(OF_PAIRS))],
+    ids=str,
+)
 def test_losses_of_preferences_that_are_means_over_pairs_are_those_of_whole_batches(tmp_path, loss_type):
     options = {"loss_type": loss_type, "eval_strategy": "no", "label_smoothing": 0.1 if loss_type == "robust" else 1e-3}
     ours, theirs = (trained(kind, "dpo", tmp_path, **options) for kind in (cut("dpo"), trl.DPOTrainer))
@@ -139,7 +145,10 @@ def test_losses_of_preferences_that_are_means_over_pairs_are_those_of_whole_batc
     assert_same_weights(ours, theirs)
 
 
-@pytest.mark.parametrize(("kind", "loss_type"), GENERATING)
+@pytest.mark.parametrize(
+    ("kind", "loss_type"),
+    [pytest.param(*one, marks=() if one[1] in ("grpo", None) else pytest.mark.slow) for one in GENERATING],
+)
 def test_batches_are_cut_after_generation(tmp_path, kind, loss_type):
     """Of two accumulated batches, each has its own normalisers, as without."""
     ours = generated(lambda base: cut(base, micro_batch=3), kind, tmp_path, loss_type)

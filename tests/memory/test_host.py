@@ -99,7 +99,8 @@ def test_batches_of_the_loader_count_neither_for_the_limit_nor_for_the_hard_one_
     assert seen["free"] == 16 * MIB
 
 
-@pytest.mark.parametrize("limit_mib", [20, 40])
+@pytest.mark.slow  # trials under a real limit, for which the process is started anew
+@pytest.mark.parametrize("limit_mib", [pytest.param(20, marks=pytest.mark.sweep), 40])
 def test_small_convolutional_net_trains_under_small_limits_and_uses_them(limit_mib):
     # In a process of its own: it once ended in most runs with a device that was lost inside native code.
     seen = run_checks("small_convolutional_net_trains", MIB=str(limit_mib))["small_convolutional_net_trains"]

@@ -10,6 +10,7 @@ from torch.nn import functional
 import autoaccum
 from autoaccum import ChunkedLoss, Simulated
 from autoaccum._saving import chunked_loss
+from support.models.small import a_few_of
 
 V, D, N, T = 50, 16, 4, 10
 GIVEN = torch.Generator().manual_seed(0)
@@ -202,8 +203,10 @@ def in_model(options):
     return make
 
 
-@pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("name", ["mean", "sum", "smoothed", "weighted", "weighted and smoothed"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    a_few_of(["mean", "sum", "smoothed", "weighted", "weighted and smoothed"], ["module", "function"]),
+)
 def test_window_of_micro_batches_of_unlike_counts_has_the_gradient_of_all(name, form):
     options = OPTIONS.get(name, {})
     options = {key: one.double() if key == "weight" else one for key, one in options.items()}

@@ -57,8 +57,14 @@ def tensors(model):
     return [tensor for one in model.parameters() for tensor in (one, one.grad) if tensor is not None]
 
 
-@pytest.mark.parametrize("entry", [stepped, accumulated])
-@pytest.mark.parametrize("memory", NAMES, ids=str)
+@pytest.mark.parametrize(
+    ("entry", "memory"),
+    [
+        pytest.param(entry, memory, id=f"{memory}-{entry.__name__}", marks=(pytest.mark.sweep,) * ((row + column) % 2))
+        for row, entry in enumerate([stepped, accumulated])
+        for column, memory in enumerate(NAMES)
+    ],
+)
 def test_updates_are_bitwise_those_without(entry, memory):
     (model, reports), (expected, plain) = worked(entry, memory), worked(entry, None)
 

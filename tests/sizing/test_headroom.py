@@ -106,13 +106,19 @@ from torch import nn
 
 class Neighbour(autoaccum.Callback):
     def on_step(self, report, *, epoch):
-        self.held = torch.zeros(160 * 2**18) if 5 <= report.step < 10 else None
+        self.held = torch.zeros(40 * 2**18) if 5 <= report.step < 10 else None
+        size = max(report.micro_batches)
+        if report.step == 5:
+            self.first = size
+        if report.step > 10 and size == self.first:
+            raise autoaccum.StopTraining
 
 torch.manual_seed(0)
+torch.set_num_threads(1)  # two would wait for each other
 body = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(8), nn.Flatten()
 result = autoaccum.fit(
-    nn.Sequential(*body, nn.Linear(1024, 10)), [(torch.randn(128, 1, 64, 64), torch.randint(10, (128,)))], 128,
-    epochs=90, device="cpu", memory_limit="160MiB", micro_batch=64, callbacks=[Neighbour()], progress=False,
+    nn.Sequential(*body, nn.Linear(512, 10)), [(torch.randn(64, 1, 64, 32), torch.randint(10, (64,)))], 64,
+    epochs=90, device="cpu", memory_limit="40MiB", micro_batch=32, callbacks=[Neighbour()], progress=False,
 )
 print(*(max(report.micro_batches) for report in result.history))
 """

@@ -6,9 +6,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -16,6 +16,7 @@ import autoaccum
 from autoaccum._system import folder_lock  # a removal that meets a holder: of two calls that is a race
 from autoaccum._training.checkpoint_files import Storage  # the lock's own refusal of a fork, before which fit has one
 from autoaccum.errors import AutoaccumError, CheckpointError, CheckpointInUseError
+from support.processes import fork_server
 from support.training.long_runs import Noisy, Run, checkpoints, loader_of
 
 # Trains in a folder, and has a child that was forked and outlives it.
@@ -28,7 +29,7 @@ class Forks(autoaccum.Callback):
             os.close(1)
             time.sleep(60)
             os._exit(0)
-        print("held", flush=True)
+        print("held by", os.getpid(), flush=True)
         time.sleep(600)
 
 batch = torch.zeros(4, 2), torch.zeros(4, 1)
@@ -36,12 +37,21 @@ autoaccum.fit(torch.nn.Linear(2, 1), [batch], 4, checkpoint=sys.argv[1], callbac
 """
 
 
+class Holder(NamedTuple):
+    process: subprocess.Popen  # ends as the one that holds the folder ends
+    pid: int
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
+    process = subprocess.Popen([*fork_server.python(), "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    held, pid = process.stdout.readline().rsplit(maxsplit=1)
+    assert held == "held by"
+    yield Holder(process, int(pid))
     process.kill()
     process.communicate()
 
@@ -82,8 +92,8 @@ def test_holder_that_lives_is_waited_for_and_then_named_in_the_refusal(tmp_path,
 
 def test_killed_holder_is_followed_though_a_process_that_it_forked_lives_on(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(folder_lock, "_PATIENCE_S", 3.0)  # shorter than that process lives
-    holder.kill()
-    holder.wait()
+    holder.send_signal(signal.SIGKILL)
+    holder.process.wait()
 
     assert run_in(tmp_path).fit().steps == 9
 
@@ -249,8 +259,8 @@ def test_folder_that_another_process_holds_is_not_removed_by_a_call_that_fails(t
     folder_lock.remove_free(tmp_path)
 
     assert (tmp_path / ".lock").exists()
-    holder.kill()
-    holder.wait()
+    holder.send_signal(signal.SIGKILL)
+    holder.process.wait()
     for _ in range(100):
         folder_lock.remove_free(tmp_path)
         time.sleep(0.01)

@@ -12,7 +12,7 @@ from torch.nn import functional
 import autoaccum
 from autoaccum._sizing.cache import Key  # an entry of the cache
 from support.faults.modes import FailAt, InterruptAt
-from support.models.small import assert_bitwise, state_of
+from support.models.small import a_few_of, assert_bitwise, state_of
 from support.processes import fork_server
 from support.processes.folders import SUPPORT
 from support.training.starts import Start, Wide, rows
@@ -268,8 +268,7 @@ class FailWhereMemoryIsNeeded(FailAt):
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
 
-@pytest.mark.parametrize("loss", ["module", "pair"])
-@pytest.mark.parametrize("has_earlier", [False, True])
+@pytest.mark.parametrize(("loss", "has_earlier"), a_few_of(["module", "pair"], [False, True]))
 @pytest.mark.parametrize("every", SHARES)
 def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(loss, has_earlier, every):
     def run(cut, *points):
@@ -375,16 +374,24 @@ def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, tm
     assert (again, forgotten) == (searched[-1], searched[0])
 
 
+def under_a_real_limit(folder, how):
+    command = [*fork_server.python(), str(SUPPORT / "training" / "starts.py"), how, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def without_autoaccum(tmp_path_factory):
+    return under_a_real_limit(tmp_path_factory.mktemp("plain"), "plain")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
-def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, how):
+def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, without_autoaccum, how):
     pytest.importorskip(how if how != "loop" else "torch")
-    commands = [
-        [*fork_server.python(), str(SUPPORT / "training" / "starts.py"), one, str(tmp_path)] for one in ("plain", how)
-    ]
-    plain, ours = (subprocess.run(one, capture_output=True, text=True, check=False) for one in commands)
 
-    assert "can't allocate memory" in plain.stderr
+    ours = under_a_real_limit(tmp_path, how)
+
+    assert "can't allocate memory" in without_autoaccum.stderr
     assert ours.stdout.splitlines()[-1:] == ["4 batches"], ours.stderr[-3000:]
 
 

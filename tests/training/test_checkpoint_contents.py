@@ -521,7 +521,9 @@ def test_folder_in_place_of_the_note_on_lack_of_memory_is_refused_in_words_at_th
     assert not list(tmp_path.glob("*step-*"))
 
 
-@pytest.mark.parametrize("capacity", [138_000, 142_000, 146_000, 150_000])
+@pytest.mark.parametrize(
+    "capacity", [138_000, 146_000, *(pytest.param(one, marks=pytest.mark.sweep) for one in (142_000, 150_000))]
+)
 def test_resume_on_a_tight_device_trains_where_the_first_call_did(tmp_path, capacity):
     def fit(steps):
         torch.manual_seed(0)
@@ -605,10 +607,10 @@ _LARGE_BATCHES = """
 @pytest.mark.parametrize(
     ("kind", "target", "evaluates", "killed_at"),
     [
-        ("plain", 512, "evaluates", 3),  # where the epoch ends
+        pytest.param("plain", 512, "evaluates", 3, marks=pytest.mark.slow),  # where the epoch ends
         ("plain", 400, "", 2),  # windows that take from two batches
-        ("stateful", 512, "", 4),
-        ("workers", 512, "evaluates", 2),
+        pytest.param("stateful", 512, "", 4, marks=pytest.mark.slow),
+        pytest.param("workers", 512, "evaluates", 2, marks=pytest.mark.slow),
     ],
 )
 def test_batch_of_the_loader_larger_than_a_real_limit_trains_also_after_a_kill(

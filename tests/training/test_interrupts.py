@@ -67,7 +67,9 @@ _PRESSES = """
 """
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("simulated", marks=pytest.mark.slow), "limit"])
+@pytest.mark.parametrize(
+    "device", ["cpu", *(pytest.param(one, marks=pytest.mark.slow) for one in ("simulated", "limit"))]
+)
 def test_interrupted_up_to_four_times_the_process_trains_on_in_the_same_folder_with_everything_as_before(device):
     arguments = [*fork_server.python(), "-c", textwrap.dedent(_PRESSES), device]
 

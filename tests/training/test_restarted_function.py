@@ -143,6 +143,7 @@ def test_error_on_one_rank_ends_the_others(rank_pool):
     assert isinstance(second, KeyError)
 
 
+@pytest.mark.slow  # they wait for 3 s
 @pytest.mark.parametrize("who", [0, 1])
 def test_rank_that_is_killed_is_not_waited_for_longer_than_ranks_wait(rank_pool, who):
     answers = rank_pool.answers("training.test_restarted_function:with_a_killed_rank", who, size=3)
@@ -166,6 +167,7 @@ def test_store_that_ends_right_after_the_function_has_been_read_by_all(rank_pool
     assert other == "returned"
 
 
+@pytest.mark.slow  # they wait for 3 s
 def test_rank_that_comes_too_late_ends_with_those_that_gave_it_up(rank_pool):
     first, second = rank_pool.answers("training.test_restarted_function:with_a_late_rank", size=2)
 

@@ -85,6 +85,7 @@ time.sleep(float(sys.argv[2]))
 """
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("seconds", [0, 600])
 def test_nothing_of_a_command_survives_it(seconds, tmp_path):
     with pytest.raises(InvalidInputError):
@@ -99,6 +100,7 @@ def test_time_without_an_optimizer_step_is_told():
         verify(python("import time; time.sleep(600)", *SIZES), timeout_s=1.0)
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nothing_of_a_command_survives_an_interrupt_of_verify(number, tmp_path):
     words = ["verify", "--target-batch", "4", "--", *python(LEAVES, tmp_path / "pid", 600, *SIZES)]
@@ -129,6 +131,7 @@ for x in torch.ones(8, 3):
 """
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_optimizer_that_torch_does_not_know_is_told_and_not_guessed():
     with pytest.raises(InvalidInputError, match=r"made 8 backward passes and no step of a torch\.optim\.Optimizer"):
         verify([sys.executable, "-c", UNKNOWN, *SIZES])
@@ -137,6 +140,7 @@ def test_optimizer_that_torch_does_not_know_is_told_and_not_guessed():
 FAILING = "import sys, torch; sys.exit(f'deterministic: {torch.are_deterministic_algorithms_enabled()}')"
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_deterministic_algorithms_are_those_of_torch(is_deterministic):
     with pytest.raises(InvalidInputError, match=f"deterministic: {is_deterministic}$"):
@@ -164,7 +168,7 @@ def test_python_of_a_shell_that_replaces_the_path_is_told(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "code"), [("mended", 0), ("faulty", 8)])
+@pytest.mark.parametrize(("kind", "code"), [pytest.param("mended", 0, marks=pytest.mark.sweep), ("faulty", 8)])
 def test_command_line_tells_by_its_exit_code_and_json(kind, code, tmp_path):
     command = [sys.executable, FAULTS, "not_divided", kind, *SIZES]
 
@@ -201,7 +205,11 @@ with (Path(folder) / "ends").open("a") as file:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "option", "code", "starts"),
-    [("mended", "--verify", 0, 1), ("faulty", "--verify", 8, 0), ("faulty", "--verify=warn", 0, 1)],
+    [
+        ("mended", "--verify", 0, 1),
+        ("faulty", "--verify", 8, 0),
+        pytest.param("faulty", "--verify=warn", 0, 1, marks=pytest.mark.sweep),
+    ],
 )
 def test_run_verifies_once_before_it_starts(kind, option, code, starts, tmp_path):
     command = [sys.executable, "-c", STARTED, tmp_path, "not_divided", kind, *SIZES]

@@ -42,7 +42,7 @@ class World:
     """A model with every kind of state, its optimizer and data, made anew for each call."""
 
     def __init__(self, folder):
-        torch.manual_seed(7)
+        torch.default_generator.manual_seed(7)  # torch.manual_seed notes the whole stack of its caller, once a world
         self.folder = folder
         self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 3))
         self.model[3].eval()
@@ -66,7 +66,7 @@ class World:
             "gradients": [p.grad for model in models for p in model.parameters() if p.grad is not None],
             "optimizer": [optimizer.state_dict() for optimizer in optimizers],
             "parameters of the optimizer": groups,
-            "random state": [torch.get_rng_state(), random.getstate(), np.random.get_state()],  # noqa: NPY002
+            "random state": [torch.get_rng_state(), repr(random.getstate()), np.random.get_state()],  # noqa: NPY002
             "loader's generator": self.generator.get_state(),
             "files": sorted(str(one) for one in self.folder.rglob("*")),
             "limits": None if resource is None else resource.getrlimit(resource.RLIMIT_DATA),

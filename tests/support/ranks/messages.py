@@ -102,7 +102,7 @@ class NotAnswering(autoaccum.Callback):
             subprocess.Popen(["/bin/sh", "-c", f"{waits}; sleep 1; kill -CONT {own}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         if report.step == 2 and self.how == "asleep":
-            time.sleep(8)
+            time.sleep(4)
 
 
 def not_answering(rank, size, who, how, **arguments):
@@ -168,7 +168,7 @@ def waiting_beside_nccl(rank, size):
         ranks = Ranks(memory)
     began = time.monotonic()
     if rank == 0:
-        time.sleep(5)
+        time.sleep(3)
     else:
 
         def leave(*_):
