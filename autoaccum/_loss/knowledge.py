@@ -171,8 +171,8 @@ class LossKnowledge:
         """Return all summands, with what is known of them."""
         return [((name, n), one) for name, known in self.summands.items() for n, one in enumerate(known)]
 
-    def begin_asking(self, *, may: bool = True) -> None:
-        """Begin a window, or a micro-batch of an evaluation, for which checks may be asked for."""
+    def begin_asking(self, *, may: bool) -> None:
+        """Begin a micro-batch of an evaluation, for which checks may be asked for, or may not."""
         self.now.asked = 0 if may else _MOST_ASKED_IN_ONE
 
     def ask_for_check(self) -> None:
@@ -188,7 +188,7 @@ class LossKnowledge:
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""
         self.is_checked_now = self.now.is_tried = False
-        self.begin_asking()
+        self.now.asked = 0
 
     def begin_evaluation(self) -> None:
         """Begin an evaluation, which has counted nothing yet."""
