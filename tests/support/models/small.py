@@ -102,6 +102,11 @@ def a_few_of(*axes):
     ]
 
 
+def one_in(number, table):
+    """Rows of a table for `parametrize`: of so many one is quick, the others slow."""
+    return [pytest.param(row, marks=pytest.mark.slow if place % number else ()) for place, row in enumerate(table)]
+
+
 @contextlib.contextmanager
 def logged():
     """Yields a list of what is logged under "autoaccum" in the block."""
