@@ -100,8 +100,8 @@ class _Compared:
 
     def _clamped(self, weights: Sequence[float]) -> Known | None:
         """Return a mean over the n of a max(k, n) that the passes have computed; None for anything else."""
-        clamp = clamp_of(self._runs, [one.divisor for one in self._summands])
-        if clamp is None or clamp.is_guess or not self._add_up([one / weights[0] for one in weights[1:]]):
+        clamp = clamp_of(self._runs, self._number, [one.divisor for one in self._summands])
+        if clamp is None or not self._add_up([one / weights[0] for one in weights[1:]]):
             return None
         each = [weight / float(one.divisor or 1.0) for weight, one in zip(weights, self._summands, strict=True)]
         counted = [n * own for n, own in zip(clamp.counted, each, strict=True)]
@@ -195,36 +195,34 @@ class SeenClamp(NamedTuple):
     Attributes:
         least: The divisor where n is less than k.
         counted: What the divisor of each of the passes is without the clamp.
-        is_guess: Whether the divisor, several times k in all passes, may be a number of its own.
     """
 
     least: float
     counted: Sequence[float]
-    is_guess: bool
 
 
-def clamp_of(runs: Sequence[Observation], divisors: Sequence[Any], *, is_computed: bool = False) -> SeenClamp | None:
+def clamp_of(runs: Sequence[Observation], number: int, divisors: Sequence[Any]) -> SeenClamp | None:
     """Return the max(k, n), whose n adds up, that gave the divisors of all samples and of two parts; None if none did.
 
     Args:
         runs: The passes.
-        divisors: What the graph of each holds; 0 or None for nothing.
-        is_computed: Whether to look only at what torch has computed.
+        number: The summand.
+        divisors: What it is divided by in each; 0 or None for nothing.
     """
-    if len({len(run.clamps) for run in runs}) > 1 or not all(divisors):
+    clamps = [one for run in runs for one in run.clamps[number : number + 1] if one is not None]
+    if len(clamps) < len(runs) or not all(divisors):
         return None
-    for of_runs in zip(*(run.clamps for run in runs), strict=True):
-        if is_computed and not of_runs[0].is_computed:
+    is_computed = all(one.is_computed for one in clamps)
+    for place in (0, 1):
+        counted, (least, *others) = ([one.numbers[at] for one in clamps] for at in (place, 1 - place))
+        whole, *parts = counted
+        if not least > SAME_WEIGHT * whole > 0 or any(other != least for other in others):
             continue
-        for place in (0, 1):
-            counted, (least, *others) = ([one.numbers[at] for one in of_runs] for at in (place, 1 - place))
-            whole, *parts = counted
-            if not least > SAME_WEIGHT * whole > 0 or any(other != least for other in others):
-                continue
-            each = [float(divisor) / max(least, n) for n, divisor in zip(counted, divisors, strict=True)]
-            if is_same(sum(parts), whole) and all(is_same(one, each[0]) for one in each):
-                is_guess = max(counted) <= least and not is_same(each[0], 1.0)
-                return SeenClamp(least * each[0], [n * each[0] for n in counted], is_guess)
+        each = [float(divisor) / max(least, n) for n, divisor in zip(counted, divisors, strict=True)]
+        # A comparison of which nothing comes is no clamp.
+        is_seen = is_computed or min(counted) < least
+        if is_seen and is_same(sum(parts), whole) and all(is_same(one, each[0]) for one in each):
+            return SeenClamp(least * each[0], [n * each[0] for n in counted])
     return None
 
 

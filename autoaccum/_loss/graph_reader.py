@@ -53,6 +53,7 @@ class Summand:
         divisor: The last divisor that the graph holds, None if there is none: where it is 0, the gradient is NaN.
         is_counted: Whether its weight comes from a count or a divisor.
         is_mean: Whether a mean over elements is part of it.
+        divided_by: The last divisor as the graph holds it.
         end: The node whose result is summed, as far as its elements have one factor.
         product: The node that multiplies it by a number with a gradient of its own, if any.
         is_nonlinear: Whether it could not be read because a number is no multiple of what it is computed from.
@@ -63,13 +64,14 @@ class Summand:
     divisor: float | Tensor | None = None
     is_counted: bool = False
     is_mean: bool = False
+    divided_by: Any = None
     end: Any = None
     product: Any = None
     is_nonlinear: bool = False
 
     def at(self, node: Any, weight: Any) -> Summand:
         """Return the same for another node and weight."""
-        return Summand(node, weight, self.divisor, self.is_counted, self.is_mean)
+        return Summand(node, weight, self.divisor, self.is_counted, self.is_mean, divided_by=self.divided_by)
 
     def ends(self, node: Any) -> list[Summand]:
         """Return this term alone, which is a sum over what a node gives."""
@@ -227,8 +229,9 @@ def _scales(node: Any, place: int, term: Summand, is_number: Callable[[Tensor], 
     other = _saved(node, "_saved_self" if place else "_saved_other")
     if isinstance(other, Tensor) and not is_number(other):
         return False
-    other = _on_host(other) if isinstance(other, Tensor) else float(other)
+    given, other = other, _on_host(other) if isinstance(other, Tensor) else float(other)
     if is_division:
+        term.divided_by = given
         term.weight, term.divisor, term.is_counted = term.weight * other, other, True
     else:
         term.weight = _divided(term.weight, other)

@@ -128,6 +128,22 @@ _GREATER = {
 }
 # What Python's max() calls of a tensor.
 _COMPARED = {Tensor.gt, Tensor.lt, Tensor.ge, Tensor.le}
+# Functions that give a multiple of their first argument, or of either.
+_OF_FIRST = (
+    "to",
+    "type",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "detach",
+    "clone",
+    "reshape",
+    "view",
+    "squeeze",
+    "div",
+)
+_OF_EITHER = ("mul", "mul_")
 
 
 class Clamp(NamedTuple):
@@ -142,13 +158,58 @@ class Clamp(NamedTuple):
     is_computed: bool
 
 
+class Clamps:
+    """The numbers that a pass has clamped."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, Clamp]] = {}  # by the id of a tensor that is kept
+        self._compared: list[Clamp] = []
+
+    def clear(self) -> None:
+        """Begin a pass."""
+        self._made.clear()
+        self._compared.clear()
+
+    def of(self, divisor: Any) -> Clamp | None:
+        """Return the clamp that made a divisor, or a number that it is a multiple of; None if none did."""
+        if id(divisor) in self._made:
+            return self._made[id(divisor)][1]
+        with suppress(TypeError, ValueError, RuntimeError):  # it is no number
+            least = _number(divisor)
+            return next((one for one in self._compared if one.numbers[1] == least > one.numbers[0]), None)
+        return None
+
+    def look(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Clamp | None:
+        """Return the clamp that makes the result of a function that is about to be called; None if none does."""
+        is_computed = function in _GREATER
+        if is_computed or function in _COMPARED:
+            given = [*args, *(kwargs[name] for name in ("input", "min", "other") if name in kwargs)]
+            with suppress(TypeError, ValueError, RuntimeError):  # no two numbers, or none that can be read
+                first, second = map(_number, given[:2])
+                clamp = Clamp((first, second), is_computed)
+                if is_computed:
+                    return clamp
+                self._compared.append(clamp)
+                self.note(given[0], clamp)
+        elif self._made:
+            name = getattr(function, "__name__", "")
+            sources = args[:1] if name in _OF_FIRST else args if name in _OF_EITHER else ()
+            return next((self._made[id(one)][1] for one in sources if id(one) in self._made), None)
+        return None
+
+    def note(self, made: Any, clamp: Clamp) -> None:
+        """Note what a clamp has made."""
+        if isinstance(made, Tensor) and made.numel() == 1 and not made.requires_grad:
+            self._made[id(made)] = made, clamp
+
+
 @contextmanager
-def quiet_training(modules: Sequence[nn.Module], *, noting: list[Clamp]) -> Iterator[None]:
+def quiet_training(modules: Sequence[nn.Module], *, noting: Clamps) -> Iterator[None]:
     """Keep modules in their modes for the block, except for layers that draw numbers or take a batch's statistics.
 
     Args:
         modules: The modules.
-        noting: To which each clamped number is added.
+        noting: Notes which numbers are clamped.
     """
     with _modes_kept(modules) as parts:
         for part in parts:
@@ -161,7 +222,7 @@ def quiet_training(modules: Sequence[nn.Module], *, noting: list[Clamp]) -> Iter
 class _Quiet(TorchFunctionMode):
     """Calls functions that are told whether they train as if they did not, and notes which numbers are clamped."""
 
-    def __init__(self, noting: list[Clamp]) -> None:
+    def __init__(self, noting: Clamps) -> None:
         super().__init__()
         self._clamps = noting
 
@@ -177,12 +238,11 @@ class _Quiet(TorchFunctionMode):
                     args = (*args[:place], value, *args[place + 1 :])
                 else:
                     kwargs[name] = value
-        elif function in _GREATER or function in _COMPARED:
-            given = [*args, *(kwargs[name] for name in ("input", "min", "other") if name in kwargs)]
-            with suppress(TypeError, ValueError, RuntimeError):  # no two numbers, or none that can be read
-                number, other = map(_number, given[:2])
-                self._clamps.append(Clamp((number, other), function in _GREATER))
-        return function(*args, **kwargs)
+        clamp = self._clamps.look(function, args, kwargs)
+        made = function(*args, **kwargs)
+        if clamp is not None:
+            self._clamps.note(made, clamp)
+        return made
 
 
 def _number(value: Any) -> float:

@@ -53,7 +53,7 @@ class Observation:
         numbers: Numbers that the batch carries.
         is_stated: Whether the loss is a pair or a vector, which states its weight.
         is_pair: Whether it is a pair.
-        clamps: What the pass has clamped.
+        clamps: What has clamped the divisor of each summand, or the weight of a pair; None for nothing.
     """
 
     samples: int
@@ -64,7 +64,7 @@ class Observation:
     numbers: Mapping[Path, float]
     is_stated: bool = False
     is_pair: bool = False
-    clamps: Sequence[Clamp] = ()
+    clamps: Sequence[Clamp | None] = ()
 
     @property
     def weights(self) -> list[float | None]:
@@ -74,7 +74,7 @@ class Observation:
     def as_one(self, weight: float | None = None) -> Observation:
         """Return the same as a loss of a single summand of this weight."""
         one = replace(self.summands[0], weight=weight, divisor=None)
-        return replace(self, summands=[one], gradients=self.gradients.sum(0, keepdim=True))
+        return replace(self, summands=[one], gradients=self.gradients.sum(0, keepdim=True), clamps=[None])
 
     def is_dead(self, number: int) -> bool:
         """Whether a summand's gradient says nothing: it is 0, as where nothing counts, or not finite."""

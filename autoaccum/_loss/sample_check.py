@@ -31,6 +31,7 @@ from autoaccum._loss.comparison import (
 )
 from autoaccum._loss.graph_reader import Summand
 from autoaccum._loss.loss_values import check_weights, clamped_weight, no_mean, not_finite
+from autoaccum._loss.modes import Clamps
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
 from autoaccum._loss.summands import BY_SAMPLES, Known, Reduction, is_same
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._loss.knowledge import LossKnowledge
     from autoaccum._loss.loss_values import LossValue
-    from autoaccum._loss.modes import Clamp, State
+    from autoaccum._loss.modes import State
 
 # After so many passes of a first check, the next check looks for hidden state.
 _MOST_PASSES = 3
@@ -64,7 +65,7 @@ class LossCheck:
         is_complete: Whether every loss was confirmed: something counted in both parts.
         tolerance: The relative difference that rounding may cause, as of the last pass.
         tried: The values that were compared, by the name of the loss, to be shown.
-        clamps: What the last pass has clamped.
+        clamps: The numbers that the last pass has clamped.
     """
 
     passes: Sequence[Pass]
@@ -78,7 +79,7 @@ class LossCheck:
     is_complete: bool = True
     tolerance: float = 0.0
     tried: dict[str, str] = field(default_factory=dict)
-    clamps: list[Clamp] = field(default_factory=list)
+    clamps: Clamps = field(default_factory=Clamps)
     _found: dict[str, list[Known]] = field(default_factory=dict)  # by the choices of samples until now
     _open: dict[str, bool] = field(default_factory=dict)  # losses that no choice confirmed: is their graph trusted?
     _passes: int = 0
@@ -163,15 +164,13 @@ class LossCheck:
             return
         self._open.pop(name, None)
         self._found[name] = known
-        for number, one in enumerate(known):
-            of_summand = [one.summands[number].divisor for one in runs] if alike else [None]
-            if one.reduction is Reduction.SUM and (one.least == 1.0 or (one.least and clamp_of(runs, of_summand))):
-                self.knowledge.said.of_divisor(name, one.least, is_only=losses == len(known) == 1)
+        if any(one.reduction is Reduction.SUM and one.least == 1.0 for one in known):
+            self.knowledge.said.of_divisor(name, 1.0, is_only=losses == len(known) == 1)
 
     def _check_stated(self, name: str, runs: Sequence[Observation], known: Known, losses: int) -> None:
         """Reject a pair or a vector, one of so many losses, whose sums or weights do not add up."""
         run, weights = runs[0], [float(one.weights[0] or 0.0) for one in runs]
-        if run.is_pair and clamp_of(runs, weights, is_computed=True) is not None:
+        if run.is_pair and clamp_of(runs, 0, weights) is not None:
             raise clamped_weight(name)
         if known.reduction is Reduction.MEAN:
             return
@@ -401,7 +400,11 @@ class LossCheck:
         found = {
             one.name: observe(one, samples, cut, self.parameters, keep=place < last) for place, one in enumerate(losses)
         }
-        return {name: replace(one, clamps=[*self.clamps]) for name, one in found.items()}
+        for one in losses:
+            run = found[one.name]
+            divisors = [one.weight] if one.weight is not None else [own.divided_by for own in run.summands]
+            found[one.name] = replace(run, clamps=[*map(self.clamps.of, divisors)])
+        return found
 
     def _losses(self, source: Pass, cut: Any, samples: int) -> list[LossValue]:
         # As tensors that a graph can save, and that a pass may change.

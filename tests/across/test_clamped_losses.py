@@ -395,6 +395,20 @@ def test_k_above_the_number_of_samples_that_are_tried_is_exact_where_torch_compu
     assert outcome(Form(loss, model=Net, cut=(16,) * 4, tolerance=1e-8), by_runner, windows) == expected
 
 
+@pytest.mark.parametrize("clamp", [lambda n: n.clamp(min=1), lambda n: n if n > 1 else n * 1.0])
+def test_clamp_of_the_same_count_elsewhere_is_none_of_a_loss_that_does_not_exist_where_nothing_counts(clamp):
+    def loss(o, b):
+        n = b["kept"].sum()
+        return {
+            "mean": (o.square().mean(1) * b["kept"]).sum() / n,
+            "other": (o[:, 0] * b["kept"]).sum() / clamp(n) * 0.5,
+        }
+
+    windows = kept_windows(1.0, 0.7, 0.0)
+
+    assert outcome(Form(loss, model=Net, cut=(3, 2, 3), tolerance=1e-8), by_runner, windows) == "stopped"
+
+
 def test_sum_over_a_constant_beside_a_clamped_count_that_has_nothing_to_do_with_it_is_exact():
     def loss(o, b):
         hits.append(100.0 / ((o[:, 0] > 0) * b["kept"]).sum().clamp(min=1))
