@@ -162,7 +162,8 @@ class Clamps:
     """The numbers that a pass has clamped."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, Clamp]] = {}  # by the id of a tensor that is kept
+        # By the address of the tensor, which is kept: a graph may hold another object of the same memory.
+        self._made: dict[int, tuple[Tensor, Clamp]] = {}
         self._compared: list[Clamp] = []
 
     def clear(self) -> None:
@@ -172,12 +173,16 @@ class Clamps:
 
     def of(self, divisor: Any) -> Clamp | None:
         """Return the clamp that made a divisor, or a number that it is a multiple of; None if none did."""
-        if id(divisor) in self._made:
-            return self._made[id(divisor)][1]
+        if (clamp := self._of(divisor)) is not None:
+            return clamp
         with suppress(TypeError, ValueError, RuntimeError):  # it is no number
             least = _number(divisor)
             return next((one for one in self._compared if one.numbers[1] == least > one.numbers[0]), None)
         return None
+
+    def _of(self, made: Any) -> Clamp | None:
+        """Return the clamp that made a tensor; None if none did."""
+        return self._made.get(_address(made), (None, None))[1] if isinstance(made, Tensor) else None
 
     def look(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Clamp | None:
         """Return the clamp that makes the result of a function that is about to be called; None if none does."""
@@ -194,13 +199,13 @@ class Clamps:
         elif self._made:
             name = getattr(function, "__name__", "")
             sources = args[:1] if name in _OF_FIRST else args if name in _OF_EITHER else ()
-            return next((self._made[id(one)][1] for one in sources if id(one) in self._made), None)
+            return next((found for one in sources if (found := self._of(one)) is not None), None)
         return None
 
     def note(self, made: Any, clamp: Clamp) -> None:
         """Note what a clamp has made."""
         if isinstance(made, Tensor) and made.numel() == 1 and not made.requires_grad:
-            self._made[id(made)] = made, clamp
+            self._made[_address(made)] = made, clamp
 
 
 @contextmanager
@@ -243,6 +248,12 @@ class _Quiet(TorchFunctionMode):
         if clamp is not None:
             self._clamps.note(made, clamp)
         return made
+
+
+def _address(tensor: Tensor) -> int:
+    with suppress(RuntimeError):  # it has none, as one that is fake
+        return tensor.data_ptr()
+    return id(tensor)
 
 
 def _number(value: Any) -> float:
