@@ -78,6 +78,8 @@ class _Compared:
 
     def known(self) -> Known:
         """Return how the summand is put together."""
+        if chooses(self._number, self._runs):
+            return self._unconfirmed()
         weights = [one.weight for one in self._summands]
         is_read = None not in weights
         if is_read and (mean := self._clamped(weights) or self._mean(weights)) is not None:
@@ -224,6 +226,13 @@ def clamp_of(runs: Sequence[Observation], number: int, divisors: Sequence[Any]) 
         if is_seen and is_same(sum(parts), whole) and all(is_same(one, each[0]) for one in each):
             return SeenClamp(least * each[0], [n * each[0] for n in counted])
     return None
+
+
+def chooses(number: int, runs: Sequence[Observation]) -> bool:
+    """Whether a summand chooses among all samples: from as many elements as in all parts together."""
+    chosen_from = [run.chosen_from[number] for run in runs]
+    is_alike = len({len(one) for one in chosen_from}) == 1  # not by one call for each sample
+    return is_alike and any(all(parts) and sum(parts) == whole for whole, *parts in zip(*chosen_from, strict=True))
 
 
 def are_same(number: int, runs: Sequence[Observation], tolerance: float) -> bool:

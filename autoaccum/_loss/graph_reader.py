@@ -351,11 +351,9 @@ def _reader_of(kind: str) -> Callable[[Any, Summand], list[Summand]]:
     return _BY_NAME.get(kind.rstrip("0123456789").removesuffix("Backward"), _unknown)
 
 
-def nodes_of(loss: Tensor) -> list[Any]:
-    """Return the nodes of a loss's graph."""
-    if loss.grad_fn is None:
-        return []
-    found: list[Any] = [loss.grad_fn]
+def nodes_of(node: Any) -> list[Any]:
+    """Return a node of a graph, None for none, and all that it is computed from."""
+    found: list[Any] = [] if node is None else [node]
     seen = set(found)
     for node in found:  # which grows
         for further, _ in node.next_functions:
@@ -367,7 +365,7 @@ def nodes_of(loss: Tensor) -> list[Any]:
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
     """Return the tensors at which gradients of a loss end."""
-    return [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
+    return [node.variable for node in nodes_of(loss.grad_fn) if hasattr(node, "variable")]
 
 
 def stop(term: Summand, but: Summand | None = None) -> list[Any]:

@@ -22,6 +22,7 @@ from autoaccum._loss.batch_counts import counts_in, counts_of
 from autoaccum._loss.comparison import (
     are_same,
     by_graph,
+    chooses,
     clamp_of,
     compare,
     guess_of,
@@ -195,6 +196,9 @@ class LossCheck:
             whole, *own = (f"{one.weights[first]:.4g} for {one.samples}" for one in (run, *parts))
             self.tried[name] = f" ({whole} samples, and {' and '.join(own)} of them)"
             return
+        if first is not None and chooses(first, [run, *parts]):
+            self.tried[name] = " (it chooses among all samples, as topk, sort and max do)"
+            return
         each, state = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts), ""
         if any(one.reduction is Reduction.UNCONFIRMED for one in known) and self.before.has_moved():
             moved, same = again(with_buffers=False).get(name, run), again().get(name, run)
@@ -263,7 +267,7 @@ class LossCheck:
         rows = [*dict.fromkeys((0, window.samples // 2, window.samples - 1))]
         cuts = [window.cut(row, row + 1) for row in rows]
         counts, found = [counts_in(cut, 1) for cut in cuts], dict[str, list[Known]]()
-        whole = Observation(window.samples, 0.0, [], torch.zeros(0), {}, {})
+        whole = Observation(window.samples, 0.0, [], torch.zeros(0), [], {}, {})
         if window.is_nested:  # a split may count what it joins
             first, *others = map(numbers_in, cuts)
             whole.numbers = {at: one for at, one in first.items() if all(other.get(at) == one for other in others)}
