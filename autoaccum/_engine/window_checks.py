@@ -114,7 +114,8 @@ def _place(gradient: Tensor) -> int:
 def _may_add_twice(total: Tensor | None) -> bool:
     """Whether a function in the graph may run backward passes of its own, as a reentrant checkpoint does."""
     return total is None or any(
-        isinstance(node, BackwardCFunction) and type(node).__name__ != _OF_MODULE_HOOKS for node in nodes_of(total.grad_fn)
+        isinstance(node, BackwardCFunction) and type(node).__name__ != _OF_MODULE_HOOKS
+        for node in nodes_of(total.grad_fn)
     )
 
 

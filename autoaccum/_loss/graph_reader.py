@@ -351,9 +351,9 @@ def _reader_of(kind: str) -> Callable[[Any, Summand], list[Summand]]:
     return _BY_NAME.get(kind.rstrip("0123456789").removesuffix("Backward"), _unknown)
 
 
-def nodes_of(node: Any) -> list[Any]:
+def nodes_of(last: Any) -> list[Any]:
     """Return a node of a graph, None for none, and all that it is computed from."""
-    found: list[Any] = [] if node is None else [node]
+    found: list[Any] = [] if last is None else [last]
     seen = set(found)
     for node in found:  # which grows
         for further, _ in node.next_functions:
