@@ -659,9 +659,12 @@ def test_check_runs_no_more_samples_than_a_wrapper_allows_as_more_have_been_kill
 UNLIKE = {
     "two means": lambda o, b: masked_sum(o, b) / b["mask"].sum() + o.square().mean(),
     "a mean and a sum": lambda o, b: masked_sum(o, b) / b["mask"].sum() + 0.01 * o.square().sum(),
+    "a mean over some and a penalty": lambda o, b: masked_sum(o, b) / b["mask"].sum() + b["model"].weight.abs().sum(),
+    "a sum and a penalty": lambda o, b: o.square().sum() + 0.1 * b["model"].weight.abs().sum(),
 }
 ALIKE = {
     "a mean": lambda o, b: o.square().mean(),
+    "a mean and a penalty": lambda o, b: o.square().mean() + b["model"].weight.abs().sum(),
     "two means over the same": lambda o, b: o.square().mean() + o.abs().mean(),
     "by name": lambda o, b: {"one": masked_sum(o, b) / b["mask"].sum(), "other": o.square().mean()},
 }
@@ -671,7 +674,8 @@ ALIKE = {
 def test_number_of_terms_with_unlike_divisors_is_said_to_be_approximate(loss, caplog):
     model = linear()
     runner = autoaccum.Runner(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(SAMPLES, 4), loss=loss,
+        model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(SAMPLES, 4),
+        loss=lambda outputs, batch: loss(outputs, batch | {"model": model}),
         forward=lambda model, batch: model(batch["inputs"]), device="cpu", precision="fp32",
     )  # fmt: skip
     with caplog.at_level("INFO", logger="autoaccum"):
