@@ -50,7 +50,7 @@ def batch_of(shape, samples=8):
     return torch.randn(samples, *shape), torch.randint(10, (samples,))
 
 
-# oneDNN's convolutions take more, which is not counted.
+# oneDNN's convolutions take more, which is not counted; before PyTorch 2.9 so do its products in bf16.
 @pytest.mark.parametrize(("name", "precision"), a_few_of(["mlp", "attention"], ["fp32", "bf16"]))
 def test_estimate_is_what_a_real_step_allocates(name, precision, two_threads):
     make, shape = CASES[name]
@@ -58,7 +58,8 @@ def test_estimate_is_what_a_real_step_allocates(name, precision, two_threads):
 
     predicted = estimate_step(model, batch, precision=precision).footprints[-1]
 
-    assert predicted.peak_bytes == pytest.approx(real_peak(model, batch, precision=precision), rel=0.01)
+    rounding = 0.01 if precision == "fp32" or torch.__version__ >= "2.9" else 0.02
+    assert predicted.peak_bytes == pytest.approx(real_peak(model, batch, precision=precision), rel=rounding)
 
 
 def test_estimate_leaves_model_and_optimizer_as_they_are():
