@@ -163,8 +163,11 @@ class LossCheck:
         if run.is_stated:
             self._check_stated(name, runs, known[0], losses)
             return
-        self._open.pop(name, None)
         self._found[name] = known
+        if any(map(run.is_dead, range(len(known)))):
+            self._open.setdefault(name, True)  # what is 0 in all adds up, and other samples may tell more
+        else:
+            self._open.pop(name, None)
         if any(one.reduction is Reduction.SUM and one.least == 1.0 for one in known):
             self.knowledge.said.of_divisor(name, 1.0, is_only=losses == len(known) == 1)
 
