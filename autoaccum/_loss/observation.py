@@ -18,7 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import counts_in
-from autoaccum._loss.graph_reader import Summand, leaves_of, nodes_of, read, stop
+from autoaccum._loss.graph_reader import Summand, dims_of, leaves_of, nodes_of, read, shape_of, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -125,9 +125,7 @@ def _chosen_from(node: Any) -> list[int]:
     for one in nodes_of(node):
         if one.name().startswith(_CHOOSING) and hasattr(one, "_saved_dim") and one.next_functions[0][0] is not None:
             before, output = one.next_functions[0]
-            shape, dims = before._input_metadata[output].shape, one._saved_dim
-            dims = dims if isinstance(dims, tuple | list) else [dims]  # -1 without its sign
-            found.append(math.prod(int(shape[dim if dim < len(shape) else dim - 2**64]) for dim in dims))
+            found.append(math.prod(int(shape_of(before, output)[dim]) for dim in dims_of(one)))
     return found
 
 

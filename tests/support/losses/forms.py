@@ -409,6 +409,14 @@ FORMS = {
         allowed="exact or warned",
     ),
     "median": Form(lambda o, b: row(o, b).median(), allowed="refused"),
+    "mean of samples first": Form(lambda o, b: (o - b["z"]).square().mean(-3).sum()),
+    "rows of unlike lengths": Form(
+        lambda o, b: torch.cat([own[keep > 0] for own, keep in zip(each(o, b), b["mask"], strict=True)]).mean(),
+        cut=(2, 1, 3, 4),  # both rows of a micro-batch have one token
+    ),
+    "all / max(1, positives in 3 dimensions)": Form(
+        lambda o, b: each(o, b).sum() / (b["z"] > 1.9).sum().clamp(min=1), allowed="exact or warned"
+    ),
     "hard negatives": Form(hard_negatives, allowed="refused"),  # in the first window all of them
     "batch-hard triplet": Form(hard_triplet, allowed="refused"),
     "hardest tokens of each": Form(lambda o, b: each(o, b).topk(2, dim=1).values.mean()),
