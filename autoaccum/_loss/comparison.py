@@ -79,7 +79,7 @@ class _Compared:
     def known(self) -> Known:
         """Return how the summand is put together."""
         if chooses(self._number, self._runs):
-            return self._unconfirmed()
+            return replace(self._unconfirmed(), contradicts=True)
         weights = [one.weight for one in self._summands]
         is_read = None not in weights
         if is_read and (mean := self._clamped(weights) or self._mean(weights)) is not None:
