@@ -71,7 +71,9 @@ def test_closure_with_this_form_of_a_loss_is_exact_or_said_not_to_be(name):
     assert_allowed(ALL[name], by_accumulator)
 
 
-@pytest.mark.parametrize("name", [*list(FORMS)[2::16], "sum / number of the batch, labels in (3, 1, 4, 2) of 0"])
+@pytest.mark.parametrize(
+    "name", [*list(FORMS)[2::16], "sum / number of the batch, labels by int in (3, 1, 4, 2) of 10"]
+)
 def test_fit_with_this_form_of_a_loss_is_exact_or_says_that_it_is_not(name):
     assert_allowed(ALL[name], by_fit, at_once=4)
 

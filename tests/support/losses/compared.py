@@ -78,10 +78,7 @@ OF_TORCH = {
     "nn.MSELoss": nn.MSELoss(),
     "its sum": nn.MSELoss(reduction="sum"),
 }
-LAYERS = {
-    "GRU": lambda: nn.GRU(D, D),
-    "encoder layer": lambda: nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0),
-}
+LAYERS = {"GRU": lambda: nn.GRU(D, D), "encoder layer": lambda: nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0)}
 COMPARED |= {
     f"{name}, {of_loss}": of_module(
         loss, lambda mix=mix: Mixing(mix), "x", "z", windows=FOUR, cut=(3,) * 4, allowed="warned", said=DEPENDS
@@ -392,10 +389,7 @@ COMPARED |= {
         said="not the same in two passes over a window",
     ),
     "a sum of masked means": Form(
-        tasks,
-        windows=lambda seed: drawn(*[0.2 + seed % 2 / 10] * 3)(seed),
-        seeds=8,
-        allowed=SOUND,
+        tasks, windows=lambda seed: drawn(*[0.2 + seed % 2 / 10] * 3)(seed), seeds=8, allowed=SOUND
     ),
     "a sum of masked means, noisy": Form(
         lambda o, b: tasks(o["out"], b), Noisy, forward=of_noise, windows=of_digits("1" * 10), **REFUSED

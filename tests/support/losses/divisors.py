@@ -1,5 +1,6 @@
 """Forms of losses by what they are divided by: max(k, n), learned weights, 0, few labels, numbers of the batch."""
 
+import functools
 import random
 
 import torch
@@ -43,6 +44,14 @@ def square(o):
     return o.square().mean((1, 2))
 
 
+def itself(n):
+    return n
+
+
+def at_least_1(n):
+    return n.clamp(min=1)
+
+
 def over(n, of=square, entry="has"):
     """A mean over the positive samples, divided by a function of their number."""
     return lambda o, b: (of(o) * b[entry]).sum() / n(b[entry].sum())
@@ -62,12 +71,12 @@ ONES, EIGHT = (1,) * N, (2, 2, 1, 3)
 FEW = ("1000000000", "1100000000", "1111111110")
 SOUND = "exact or warned or refused or stopped"
 OF_HAS = entries(x="x", z="z", y="y", has="has")
+of_has = functools.partial(Form, batch=OF_HAS)
 OF_Y, OF_Z = entries(x="x", y="y"), entries(x="x", z="z")
 PARTS = (0.06, 0.25, 0.03, 0.12, 0.5)
 DIVISORS |= {
-    f"{name}, n at least {least}": Form(
+    f"{name}, n at least {least}": of_has(
         lambda o, b, of=of, least=least: of(o, b, b["has"].sum().clamp(min=least)),
-        batch=OF_HAS,
         windows=lambda seed: drawn(*PARTS[seed % 5 :][:1] * 5, samples=32)(seed),
         seeds=2,
         swept=20,
@@ -92,7 +101,6 @@ DIVISORS |= {
         lambda o, b, least=least: clamped(o, b | {"has": (b["z"][:, 0, 0] < 0).double()}, least),
         batch=OF_Z,
         windows=drawn(*[0.5] * 5, samples=sum(cut)),
-        seeds=1,
         swept=6,
         cut=cut,
         allowed=SOUND,
@@ -115,15 +123,11 @@ DIVISORS |= {
         cut=(1,) * 4,
         allowed="warned",
     ),
-    "clamp at 2, fewer in a window": Form(
-        lambda o, b: clamped(o, b, 2),
-        batch=OF_HAS,
-        windows=of_digits("11110000", "11111110", "10000000"),
-        cut=(2,) * 4,
+    "clamp at 2, fewer in a window": of_has(
+        lambda o, b: clamped(o, b, 2), windows=of_digits("11110000", "11111110", "10000000"), cut=(2,) * 4
     ),
-    "twice a clamped count": Form(
+    "twice a clamped count": of_has(
         over(lambda n: 2.0 * n.clamp(min=2)),
-        batch=OF_HAS,
         windows=of_digits("1" * 12, "111111110110"),
         cut=(4, 4, 2, 2),
         allowed="warned",
@@ -142,7 +146,7 @@ DIVISORS |= {
         said="divides by more in a micro-batch than is counted there",
     ),
     "a loss is 0 where something counts": Form(
-        lambda o, b: over(lambda n: n.clamp(min=1), lambda o: (o[:, 0, 0] - 9).relu())(
+        lambda o, b: over(at_least_1, lambda o: (o[:, 0, 0] - 9).relu())(
             o, b | {"has": (b["x"][:, 0, 0] < 0).double()}
         ),
         batch=entries(x="x"),
@@ -152,11 +156,9 @@ DIVISORS |= {
     ),
     # The 8 samples of a check have no more of them than max(k, n) has at least, and the window has more.
     **{
-        f"clamp at {least}, met by a later check, in {size}": Form(
+        f"clamp at {least}, met by a later check, in {size}": of_has(
             lambda o, b, least=least: clamped(o, b, least),
-            batch=OF_HAS,
             windows=drawn(0.8, 0.2, 0.1, 0.2, samples=32),
-            seeds=1,
             swept=3,
             cut=(size,) * (32 // size),
             allowed="exact or doubted",
@@ -180,12 +182,8 @@ DIVISORS |= {
         for cut in ((2,) * 5, ONES, (7, 1, 2))
     },
     **{
-        f"n of 64 at least 32 by {name}": Form(
-            over(n),
-            batch=OF_HAS,
-            windows=drawn(*[0.7] * 4, samples=64),
-            cut=(16,) * 4,
-            allowed=allowed,
+        f"n of 64 at least 32 by {name}": of_has(
+            over(n), windows=drawn(*[0.7] * 4, samples=64), cut=(16,) * 4, allowed=allowed
         )
         for name, allowed, n in (
             ("clamp", "exact", lambda n: n.clamp(min=32)),
@@ -197,9 +195,8 @@ DIVISORS |= {
         )
     },
     **{
-        f"{factor} * clamped{' + mean' * both}": Form(
+        f"{factor} * clamped{' + mean' * both}": of_has(
             lambda o, b, factor=factor, both=both: factor * clamped(o, b) + (0.1 * o.abs().mean() if both else 0.0),
-            batch=OF_HAS,
             windows=of_digits("1" * 10, "1" * 10, "1000111111", "1" * 10, "0000111111", "1" * 10),
             cut=(4, 3, 3),
             mixes=both,
@@ -208,12 +205,8 @@ DIVISORS |= {
         for both in (False, True)
     },
     # As of RetinaNet: micro-batches without a positive have a loss.
-    "negatives / positives, reported twice": Form(
-        lambda o, b: {
-            "loss": (loss := o.square().sum() / b["has"].sum().clamp(min=1)),
-            "same": loss.detach(),
-        },
-        batch=OF_HAS,
+    "negatives / positives, reported twice": of_has(
+        lambda o, b: {"loss": (loss := o.square().sum() / b["has"].sum().clamp(min=1)), "same": loss.detach()},
         windows=of_digits("1011000100", "0000110000", "0" * 10),
         cut=(2,) * 5,
         allowed="doubted",
@@ -252,19 +245,17 @@ DIVISORS |= {
     ),
     **{
         # Another mean has a clamp of the same count.
-        f"mean beside a {name} one of the same count": Form(
-            lambda o, b, n=n: {"mean": over(lambda n: n)(o, b), "other": 0.5 * over(n, lambda o: o[:, 0, 0])(o, b)},
-            batch=OF_HAS,
+        f"mean beside a {name} one of the same count": of_has(
+            lambda o, b, n=n: {"mean": over(itself)(o, b), "other": 0.5 * over(n, lambda o: o[:, 0, 0])(o, b)},
             windows=drawn(1.0, 0.7, 0.0),
             allowed="stopped",
             said="division by 0",
         )
-        for name, n in (("clamped", lambda n: n.clamp(min=1)), ("compared", lambda n: n if n > 1 else n * 1.0))
+        for name, n in (("clamped", at_least_1), ("compared", lambda n: n if n > 1 else n * 1.0))
     },
-    "sum / 64 beside a clamp that is not its own": Form(
+    "sum / 64 beside a clamp that is not its own": of_has(
         lambda o, b: (100.0 / ((o[:, 0, 0] > 0) * b["has"]).sum().clamp(min=1), o.square().sum() / 64)[1],
         windows=drawn(0.9, 0.9, 0.9),
-        batch=OF_HAS,
         cut=(2,) * 5,
     ),
 }
@@ -289,7 +280,7 @@ DIVISORS |= {
 }
 DIVISORS |= {
     "pair, clamped weight, nothing in a part": Form(
-        pair(lambda n: n.clamp(min=1)), windows=of_digits("0010000000"), cut=(2,) * 5, allowed="refused"
+        pair(at_least_1), windows=of_digits("0010000000"), cut=(2,) * 5, allowed="refused"
     ),
     "pair, weight kept from 0": Form(
         pair(lambda n: n.clamp(min=1e-9) / 1e3), windows=drawn(1.0, 0.3), cut=(2,) * 5, tolerance=1e-8
@@ -304,7 +295,7 @@ DIVISORS |= {
         said="sum",
     ),
     "pair, a mean where all count": Form(
-        lambda o, b: (over(lambda n: n)(o, b), b["has"].sum()),
+        lambda o, b: (over(itself)(o, b), b["has"].sum()),
         windows=of_digits("1" * 10),
         allowed="refused",
         said="loss 'loss' is a pair whose first half is a mean; a pair means",
@@ -315,10 +306,10 @@ DIVISORS |= {
         said="the weights of loss 'loss' do not add up: .* a pair means",
     ),
     "pair beside a mean of the arguments": Form(
-        lambda o, b: {"pair": pair(lambda n: n)(o, b), "mean": o.exp().mean()}, options={"loss_reduction": "mean"}
+        lambda o, b: {"pair": pair(itself)(o, b), "mean": o.exp().mean()}, options={"loss_reduction": "mean"}
     ),
     "pair of even sizes": Form(
-        lambda o, b: pair(lambda n: n)(o, b) if len(o) % 2 == 0 else raise_("pairs of samples"),
+        lambda o, b: pair(itself)(o, b) if len(o) % 2 == 0 else raise_("pairs of samples"),
         windows=of_digits("1" + "0" * 19, "11" + "0" * 18),
         cut=(4,) * 5,
     ),
@@ -377,16 +368,14 @@ DIVISORS |= {
         windows=drawn(*[1.0] * 4, 0.5, 0.5),
         allowed="refused or stopped",
         said="neither a mean nor a sum|cannot be read",
-    ),
+    )
 }
 
 # --- several divisors, which the batch does not count -----------------------------------------------------------------
 
 
 def above_0(o, b, number):
-    return over(lambda n: n, lambda o: o[..., number % C].square().mean(1))(
-        o, {"has": (b["x"][:, 0, number] > 0).double()}
-    )
+    return over(itself, lambda o: o[..., number % C].square().mean(1))(o, {"has": (b["x"][:, 0, number] > 0).double()})
 
 
 DIVISORS |= {
@@ -401,9 +390,7 @@ DIVISORS |= {
 }
 DIVISORS |= {
     "a count fits by accident until the fifth window": Form(
-        lambda o, b: (
-            over(lambda n: n)(o, b if b["number"][0] < 50 else {"has": b["x"][:, 0, 0].abs()}) + o.abs().mean()
-        ),
+        lambda o, b: over(itself)(o, b if b["number"][0] < 50 else {"has": b["x"][:, 0, 0].abs()}) + o.abs().mean(),
         windows=of_digits(*["1110110101"] * 8),
         cut=(4, 4, 2),
         mixes=True,
@@ -438,13 +425,10 @@ def with_entries(*windows):
 
 SMOOTHED = nn.CrossEntropyLoss(OF_CLASSES, label_smoothing=0.1)
 OF_ALL_CLASSES = with_entries({"cls": CLASSES})
+of_classes = functools.partial(of_module, model=First, x="x", y="cls", windows=OF_ALL_CLASSES)
 DIVISORS |= {
-    f"smoothing of classes of weight 0{', a function' * by_hand}, {size} at once": of_module(
+    f"smoothing of classes of weight 0{', a function' * by_hand}, {size} at once": of_classes(
         (lambda *pair: 1.0 * SMOOTHED(*pair)) if by_hand else SMOOTHED,
-        First,
-        "x",
-        "cls",
-        windows=OF_ALL_CLASSES,
         cut=(size,) * (12 // size),
         allowed="exact" if size == 4 else "refused",
         said=LOST if size == 3 else "",
@@ -453,7 +437,7 @@ DIVISORS |= {
     for size in (3, 4)
 }
 DIVISORS |= {
-    f"micro-batch of {name}": of_module(loss, First, "x", "cls", windows=OF_ALL_CLASSES, cut=(3,) * 4)
+    f"micro-batch of {name}": of_classes(loss, cut=(3,) * 4)
     for name, loss in {
         "ignored targets": nn.CrossEntropyLoss(OF_CLASSES + 1, ignore_index=0),
         "ignored targets, smoothing": nn.CrossEntropyLoss(OF_CLASSES + 1, ignore_index=0, label_smoothing=0.1),
@@ -463,17 +447,15 @@ DIVISORS |= {
 for checked in (0, 1, 2):  # the third window is not
     plain = [{"has": SIGNED.abs()}] * checked
     DIVISORS |= {
-        f"weights that cancel after {checked}": Form(
-            over(lambda n: n),
-            batch=OF_HAS,
+        f"weights that cancel after {checked}": of_has(
+            over(itself),
             windows=with_entries(*plain, {"has": SIGNED}),
             cut=(2,) * 6,
             allowed="stopped" if checked else "refused",
             said=LOST,
         ),
-        f"NaN among the weights after {checked}": Form(
-            over(lambda n: n),
-            batch=OF_HAS,
+        f"NaN among the weights after {checked}": of_has(
+            over(itself),
             windows=with_entries(*plain, {"has": SIGNED.abs().index_fill(0, torch.tensor(5), torch.nan)}),
             cut=(2,) * 6,
             allowed="stopped" if checked else "refused",
@@ -481,9 +463,9 @@ for checked in (0, 1, 2):  # the third window is not
         ),
     }
 DIVISORS |= {
-    "weights that cancel, a pair": Form(pair(lambda n: n), windows=with_entries({"has": SIGNED}), cut=(2,) * 6),
+    "weights that cancel, a pair": Form(pair(itself), windows=with_entries({"has": SIGNED}), cut=(2,) * 6),
     "no clamp where a count fits by accident, a function": Form(
-        lambda o, b: over(lambda n: n, lambda o: functional.cross_entropy(o, b["cls"], reduction="none"), "kept")(
+        lambda o, b: over(itself, lambda o: functional.cross_entropy(o, b["cls"], reduction="none"), "kept")(
             o, {"kept": (b["cls"] != 1).double()}
         ),
         First,
@@ -556,9 +538,8 @@ DIVISORS |= {
     for samples in (5, 300)
 }
 DIVISORS |= {
-    "focal / few positives": Form(
+    "focal / few positives": of_has(
         lambda o, b: focal(o, b).sum() / max(1, int(b["has"].sum())),
-        batch=OF_HAS,
         windows=drawn(*[0.05] * 8, samples=64),
         seeds=6,
         cut=(16,) * 4,
@@ -574,19 +555,15 @@ DIVISORS |= {
         allowed=SOUND,
     ),
     "mean, rare by name": Form(
-        lambda o, b: {
-            "all": o.square().mean(),
-            "rare": over(lambda n: n.clamp(min=1), lambda o: o.abs().mean((1, 2)))(o, b),
-        },
+        lambda o, b: {"all": o.square().mean(), "rare": over(at_least_1, lambda o: o.abs().mean((1, 2)))(o, b)},
         windows=drawn(0.5, 0.0, 0.5, 0.5, 0.0, 0.5),
     ),
     # The boxes' loss has no graph where no sample has a box.
-    "boxes that are not there": Form(
+    "boxes that are not there": of_has(
         lambda o, b: {
             "classes": ce(o, b["y"]),
             "boxes": boxes(o, b) / b["has"].sum() if b["has"].any() else torch.zeros(()),
         },
-        batch=OF_HAS,
         windows=of_digits("001000100001"),
         cut=(2,) * 6,
     ),
@@ -609,9 +586,8 @@ DIVISORS |= {
 }
 # One sample alone counts in the samples of the first window, or few do.
 DIVISORS |= {
-    f"sum / {name}, {first} at first": Form(
+    f"sum / {name}, {first} at first": of_has(
         lambda o, b, divisor=divisor: (square(o) * b["has"]).sum(0) / divisor,
-        batch=OF_HAS,
         windows=of_digits(first, "1011011101", "1110101001"),
         cut=(4, 4, 2),
         allowed="doubted",
@@ -647,7 +623,7 @@ def divided(o, b):
 
 
 DIVISORS |= {
-    f"sum / number of the batch, {entry} in {cut} of {fits}": Form(
+    f"sum / number of the batch, {entry} by {of.__name__} in {cut} of {fits or N}": Form(
         divided, batch=items(entry, of), cut=cut, **fitting(fits)
     )
     for entry, of, cut, fits in (
@@ -708,7 +684,7 @@ DIVISORS |= {
         ("masked + L2", lambda o, b: clamped(o[0], b, 0) + 0.1 * o[1], WithPenalty, OF_HAS, drawn(*[1.0] * 3)),
         (
             "weighted, L2 by name",
-            lambda o, b: {"mean": over(lambda n: n, entry="w")(o[0], b), "l2": 0.1 * o[1]},
+            lambda o, b: {"mean": over(itself, entry="w")(o[0], b), "l2": 0.1 * o[1]},
             WithPenalty,
             entries(x="x", w="w"),
             WINDOWS,
@@ -716,9 +692,8 @@ DIVISORS |= {
     )
 }
 DIVISORS |= {
-    f"mask in {cut}, {fits or 'all'} fit": Form(
+    f"mask in {cut}, {fits or 'all'} fit": of_has(
         clamped,
-        batch=OF_HAS,
         windows=lambda seed: of_digits(("011100", "001010", "100001", "110011")[seed]),
         seeds=4,
         cut=cut,
@@ -728,7 +703,7 @@ DIVISORS |= {
 }
 DIVISORS |= {
     # The two of a check do not tell the mask from samples.
-    "mask leaves out a sample alone": Form(clamped, batch=OF_HAS, windows=of_digits("110011"), cut=(3, 1, 2), fits=3),
+    "mask leaves out a sample alone": of_has(clamped, windows=of_digits("110011"), cut=(3, 1, 2), fits=3),
     "one fits, cannot be read": Form(
         lambda o, b: o.square().mean() + o.square().mean().sqrt(),
         cut=ONES,

@@ -227,7 +227,7 @@ class Form:
     batch: Callable[[dict[str, Any]], Any] = lambda window: window
     forward: Callable[..., Any] | None = of_x
     options: dict[str, Any] = field(default_factory=dict)
-    windows: Any = WINDOWS
+    windows: Any = field(default=WINDOWS, repr=False)
     seeds: int = 1
     swept: int = 0
     cut: tuple[int, ...] = CUT
@@ -243,6 +243,8 @@ class Form:
     def raw(self, model, batch):
         if self.loss is None and isinstance(batch, dict):
             return model(**batch)["loss"]
+        if isinstance(self.loss, list):
+            return {str(number): loss(model, batch) for number, loss in enumerate(self.loss)}
         outputs = self.forward(model, batch) if self.forward else model(batch[0])
         loss = self.loss or (functional.mse_loss if batch[1].is_floating_point() else functional.cross_entropy)
         return loss(outputs, batch[1] if isinstance(batch, tuple) else batch)
@@ -572,6 +574,14 @@ FORMS |= {
     "masked mean + mean of some": Form(
         lambda o, b: weighted(o, b, "mask") + 0.5 * (row(o, b) * b["has"]).sum() / b["has"].sum(),
         allowed="exact or warned",
+    ),
+    "a list of losses": Form(
+        [
+            lambda model, batch: ce(model(batch["x"]), batch["labels"]),
+            lambda model, batch: ce(model(batch["x"])[:, :-1], batch["y"][:, 1:]),
+            lambda model, batch: 1e-3 * model(batch["x"]).abs().sum(),
+        ],
+        forward=None,
     ),
     "three divisors": Form(
         lambda o, b: weighted(o, b, "mask") + 0.5 * weighted(o, b, "w") + 0.1 * weighted(o, b, "w_tokens"),
