@@ -176,7 +176,7 @@ def with_another_mask(window):
     return window | {"nearly": torch.where(flipped, 1 - window["has"], window["has"])}
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(600, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("examples", [8, pytest.param(400, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("kind", "way", "dtype"),
     [

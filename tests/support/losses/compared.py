@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from support.losses.divisors import SOUND, clamped, over, square, with_entries
+from support.losses.divisors import SOUND, clamped, over, square, tokens_kept, with_entries
 from support.losses.forms import (
     C,
     Classifier,
@@ -241,11 +241,8 @@ COMPARED |= {
     # Once none of the counts that explained its divisor does, samples are tried whose divisors are unlike.
     **{
         f"mean up to the longest, alike at first, in {cut}": Form(
-            lambda o, b: (o.square().mean(2) * b["kept"])[:, : int(b["kept"].sum(1).max().clamp(min=1))].mean(),
-            windows=lambda seed: [
-                {"x": one["x"], "kept": (one["p"][..., 0] > (0.0 if n < 2 else 0.45)).double()}
-                for n, one in enumerate(drawn(*[0.5] * 4, samples=12)(seed))
-            ],
+            lambda o, b: (square(o)[:, None] * b["kept"])[:, : int(b["kept"].sum(1).max().clamp(min=1))].mean(),
+            windows=lambda seed: tokens_kept(4)(seed + 3),
             seeds=4,
             swept=8,
             cut=cut,
@@ -266,8 +263,10 @@ COMPARED |= {
         )
         for size in (2, 3)
     },
-    "a mean that does not divide one sample": Form(
-        lambda o, _: square(o).sum() / (1 if len(o) == 1 else len(o)), cut=(5, 4, 1)
+    "a mean that does not divide one sample, later": Form(
+        lambda o, b: square(o).sum() / (1 if len(o) == 1 and b["window"][0] >= 4 else len(o)),
+        windows=drawn(*[0.5] * 6),
+        cut=(5, 4, 1),
     ),
 }
 
@@ -363,7 +362,7 @@ MOVES = {"allowed": "doubted", "said": r"forward\(\) moves"}
 
 
 def with_route(window):
-    kept = torch.arange(N) < 6
+    kept = torch.arange(N) < 8
     labels = window["y"] if window["window"][0] == 0 else window["y"].masked_fill(~kept[:, None], -100)
     return {"x": window["x"], "route": (~kept).long(), "labels": labels}
 
@@ -372,9 +371,16 @@ COMPARED |= {
     "experts that only ignored samples reach": Form(
         lambda o, b: ce(o, b["labels"]), Experts, with_route, lambda model, batch: model(batch["x"], batch["route"])
     ),
-    "inputs that forward changes": Form(
-        lambda o, b: ce(o, b["labels"]), forward=lambda model, batch: model(batch["x"].mul_(2.0)), cut=(1,) * N
-    ),
+    **{
+        f"inputs of {samples} that forward changes": Form(
+            lambda o, b: ce(o, b["y"]),
+            batch=entries(x="x", y="y"),
+            forward=lambda model, batch: model(batch["x"].mul_(2.0)),
+            windows=of_digits("1" * samples),
+            cut=(1,) * samples,
+        )
+        for samples in (2, 3)
+    },
     "a flag that a buffer is set": Form(
         lambda o, b: {"one": (square(o).sum(), len(o)), "other": (o.abs().sum(), len(o))}, Begins, **MOVES
     ),
@@ -389,7 +395,7 @@ COMPARED |= {
         said="not the same in two passes over a window",
     ),
     "a sum of masked means": Form(
-        tasks, windows=lambda seed: drawn(*[0.2 + seed % 2 / 10] * 3)(seed), seeds=8, allowed=SOUND
+        tasks, windows=lambda seed: drawn(*[0.2 + seed % 2 / 10] * 3)(seed), seeds=4, swept=8, allowed=SOUND
     ),
     "a sum of masked means, noisy": Form(
         lambda o, b: tasks(o["out"], b), Noisy, forward=of_noise, windows=of_digits("1" * 10), **REFUSED

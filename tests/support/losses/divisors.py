@@ -65,6 +65,21 @@ def boxes(o, b):
     return (functional.mse_loss(o, b["z"], reduction="none").mean((1, 2)) * b["has"]).sum()
 
 
+def tokens_kept(windows, *, starts=False):
+    """Makes windows of 12 samples whose tokens count all in the first two, and few in the others; the first may."""
+
+    def made(seed):
+        found = []
+        for number, one in enumerate(drawn(*[1.0] * windows, samples=12)(seed)):
+            chance = torch.Generator().manual_seed(1000 * seed + number)
+            kept = torch.rand(12, 5, generator=chance) < (1.0 if number < 2 else 0.15)
+            kept[0, 0] |= starts
+            found.append({"x": one["x"][:, :1], "kept": kept.double()})
+        return found
+
+    return made
+
+
 # --- max(k, n) --------------------------------------------------------------------------------------------------------
 
 ONES, EIGHT = (1,) * N, (2, 2, 1, 3)
@@ -125,6 +140,14 @@ DIVISORS |= {
     ),
     "clamp at 2, fewer in a window": of_has(
         lambda o, b: clamped(o, b, 2), windows=of_digits("11110000", "11111110", "10000000"), cut=(2,) * 4
+    ),
+    # The samples of a check have no more of them than that.
+    "max(8, n) where n is 10": of_has(
+        over(lambda n: max(8, int(n))),
+        windows=of_digits("1" * 10),
+        cut=(4, 4, 2),
+        allowed="warned",
+        said="is divided by 8 in all micro-batches",
     ),
     "twice a clamped count": of_has(
         over(lambda n: 2.0 * n.clamp(min=2)),
@@ -221,8 +244,8 @@ DIVISORS |= {
     ),
     **{
         f"label of class 0 is no clamp, in {cut}": Form(
-            lambda o, b: ce(o[:, :1], b["cls"] - 1, ignore_index=-1) + 0.1 * o.square().mean(),
-            batch=entries(x="x", cls="cls"),
+            lambda o, b: ce(o[:, :1], b["y"], ignore_index=-1) + 0.1 * o.square().mean(),
+            batch=lambda window: {"x": window["x"], "y": (window["cls"] - 1).index_fill(0, torch.tensor(0), 1)},
             windows=drawn(*[0.5] * 5),
             seeds=4,
             cut=cut,
@@ -233,11 +256,8 @@ DIVISORS |= {
     },
     # What micro-batches are divided by may add up to what the batch counts by accident.
     "mean over samples in which something counts": Form(
-        lambda o, b: clamped(o, b | {"has": (b["kept"].sum(1) > 0).double()}),
-        windows=lambda seed: [
-            {"x": one["x"], "kept": (one["p"][..., 0] > (0.0 if n < 2 else 0.45)).double()}
-            for n, one in enumerate(drawn(*[0.5] * 5, samples=12)(seed))
-        ],
+        lambda o, b: clamped(o, {"has": (b["kept"].sum(1) > 0).double()}),
+        windows=tokens_kept(5, starts=True),
         seeds=2,
         swept=40,
         cut=(5, 1, 4, 2),
@@ -531,7 +551,7 @@ DIVISORS |= {
     f"labels in 2 of {samples}, {reduction}": Form(
         lambda o, b, reduction=reduction: ce(o, b["labels_of_some"], reduction=reduction),
         windows=lambda seed, samples=samples: of_digits(two_of(samples, seed)),
-        seeds=2,
+        swept=2,
         cut=(1, samples - 2, 1),
     )
     for reduction in ("mean", "sum")
@@ -541,7 +561,8 @@ DIVISORS |= {
     "focal / few positives": of_has(
         lambda o, b: focal(o, b).sum() / max(1, int(b["has"].sum())),
         windows=drawn(*[0.05] * 8, samples=64),
-        seeds=6,
+        seeds=3,
+        swept=8,
         cut=(16,) * 4,
         allowed="exact or warned",
         said=r"max\(1, n\)",

@@ -88,15 +88,34 @@ class PlainLoop:
 # They return a function of a number of batches that trains on them and returns the reports and the warnings in them.
 
 
-def by_runner(form, model, optimizer):
-    options = {"forward": form.forward, "loss": form.loss, "precision": form.precision} | form.options
-    runner = autoaccum.Runner(model, optimizer, autoaccum.Plan(sum(form.cut), form.cut), device="cpu", **options)
+def by_runner(form, model, optimizer, **more):
+    plan = autoaccum.Plan(sum(form.cut), form.cut)
+    runner = autoaccum.Runner(model, optimizer, plan, **arguments(form), **more)
 
     def train(batches):
         report = runner.step(*batches)
         return [report], report.warnings
 
     return train
+
+
+def arguments(form):
+    return {
+        "forward": form.forward,
+        "loss": form.loss,
+        "precision": form.precision,
+        "device": "cpu",
+        **form.options,
+    }
+
+
+def by_split(form, model, optimizer):
+    """Windows are lists of samples, which a split joins."""
+    split = autoaccum.ListOfSamples(lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+    train = by_runner(form, model, optimizer, split=split)
+    return lambda batches: train(
+        [[{name: one[row] for name, one in batch.items()} for row in range(sum(form.cut))] for batch in batches]
+    )
 
 
 def by_accumulator(form, model, optimizer):
@@ -121,34 +140,11 @@ def by_accumulator(form, model, optimizer):
 
 
 def by_fit(form, model, optimizer):
-    options = {"forward": form.forward, "loss": form.loss, "precision": form.precision} | form.options
+    options = {"optimizer": optimizer, "micro_batch": max(form.cut), "progress": False}
 
     def train(batches):
-        result = autoaccum.fit(
-            model,
-            batches,
-            sum(form.cut),
-            optimizer=optimizer,
-            micro_batch=max(form.cut),
-            device="cpu",
-            progress=False,
-            **options,
-        )
+        result = autoaccum.fit(model, batches, sum(form.cut), **options, **arguments(form))
         return result.history, result.warnings
-
-    return train
-
-
-def by_split(form, model, optimizer):
-    """Windows are lists of samples, which a split joins."""
-    split = autoaccum.ListOfSamples(lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
-    options = {"forward": form.forward, "loss": form.loss, "precision": form.precision, "split": split}
-    runner = autoaccum.Runner(model, optimizer, autoaccum.Plan(sum(form.cut), form.cut), device="cpu", **options)
-
-    def train(batches):
-        (batch,) = batches
-        report = runner.step([{name: one[row] for name, one in batch.items()} for row in range(sum(form.cut))])
-        return [report], report.warnings
 
     return train
 
