@@ -192,6 +192,45 @@ def test_check_runs_no_more_samples_than_a_wrapper_allows_as_more_have_been_kill
     assert max(sizes) == 3
 
 
+# --- samples in which few pairs count -------------------------------------------------------------------------------
+
+
+def distances(outputs):
+    return (2.0 - 2.0 * functional.normalize(outputs) @ functional.normalize(outputs).T).clamp(min=1e-12).sqrt()
+
+
+def hardest_triplets(outputs, classes):
+    """Of each sample: 0 where its class has no other one."""
+    apart, alike = distances(outputs), (classes[:, None] == classes).double()
+    return (0.2 + (apart * alike).amax(1) - (apart + 10.0 * alike).amin(1)).relu().mean()
+
+
+def supervised_contrast(outputs, classes):
+    own = torch.eye(len(classes), dtype=torch.bool)
+    alike = (classes[:, None] == classes) & ~own
+    logits = (-distances(outputs)).masked_fill(own, -1e9)
+    return -((logits.log_softmax(1) * alike).sum(1) / alike.sum(1).clamp(min=1)).mean()
+
+
+@pytest.mark.parametrize("of_class", [2, 4])
+@pytest.mark.parametrize("beside", [0.0, 1.0])
+@pytest.mark.parametrize("loss", [hardest_triplets, supervised_contrast])
+def test_loss_of_pairs_of_a_class_is_refused_though_few_samples_hold_a_pair(loss, beside, of_class):
+    torch.manual_seed(of_class)
+    classes = torch.arange(32) // of_class
+    inputs = torch.randn(32, 6).double()[classes] + torch.randn(32, 6)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def both(outputs, classes):
+        return loss(outputs, classes) + (beside * outputs.square().mean() if beside else 0.0)
+
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(32, 8), loss=both, device="cpu", precision="fp32")
+
+    with pytest.raises(autoaccum.InvalidInputError, match="its sums over parts of a batch do not add up"):
+        runner.step((inputs, classes))
+
+
 # --- what is said of the number that is reported ----------------------------------------------------------------------
 
 
@@ -202,9 +241,12 @@ def masked_sum(outputs, batch):
 UNLIKE = {
     "two means": lambda o, b: masked_sum(o, b) / b["mask"].sum() + o.square().mean(),
     "a mean and a sum": lambda o, b: masked_sum(o, b) / b["mask"].sum() + 0.01 * o.square().sum(),
+    "a mean over some and a penalty": lambda o, b: masked_sum(o, b) / b["mask"].sum() + b["model"].weight.abs().sum(),
+    "a sum and a penalty": lambda o, b: o.square().sum() + 0.1 * b["model"].weight.abs().sum(),
 }
 ALIKE = {
     "a mean": lambda o, b: o.square().mean(),
+    "a mean and a penalty": lambda o, b: o.square().mean() + b["model"].weight.abs().sum(),
     "two means over the same": lambda o, b: o.square().mean() + o.abs().mean(),
     "by name": lambda o, b: {"one": masked_sum(o, b) / b["mask"].sum(), "other": o.square().mean()},
 }
@@ -213,12 +255,13 @@ ALIKE = {
 @pytest.mark.parametrize("loss", [*UNLIKE.values(), *ALIKE.values()], ids=[*UNLIKE, *ALIKE])
 def test_number_of_terms_with_unlike_divisors_is_said_to_be_approximate(loss, caplog):
     model = linear()
-    runner = autoaccum.Runner(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(SAMPLES, 4), loss=loss,
-        forward=lambda model, batch: model(batch["inputs"]), device="cpu", precision="fp32",
-    )  # fmt: skip
+
+    def with_model(outputs, batch):
+        return loss(outputs, batch | {"model": model})
+
+    accumulator = autoaccum.Accumulator(model, loss=with_model, forward=of_inputs, micro_batch=4, device="cpu")
     with caplog.at_level("INFO", logger="autoaccum"):
-        runner.step(next(iter(batches(1))))
+        accumulator.backward(*batches(1))
 
     said = [one for one in caplog.messages if "the number that is reported is approximate" in one]
     assert len(said) == (loss in UNLIKE.values())
