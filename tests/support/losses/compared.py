@@ -31,13 +31,13 @@ from support.losses.forms import (
 COMPARED = {}
 NEITHER = "neither a mean nor a sum"
 DEPENDS = "a sample depend on the others of its micro-batch"
-FOUR = drawn(*[0.5] * 2, samples=12)
+OF_TWELVE = drawn(*[0.5] * 2, samples=12)
 
 # --- models that compare samples --------------------------------------------------------------------------------------
 
 
 class Mixing(Net):
-    """Changes its inputs by a function of all of them, or of the outputs in training mode."""
+    """Changes its inputs by a function of all of them."""
 
     def __init__(self, mix):
         super().__init__()
@@ -81,7 +81,7 @@ OF_TORCH = {
 LAYERS = {"GRU": lambda: nn.GRU(D, D), "encoder layer": lambda: nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0)}
 COMPARED |= {
     f"{name}, {of_loss}": of_module(
-        loss, lambda mix=mix: Mixing(mix), "x", "z", windows=FOUR, cut=(3,) * 4, allowed="warned", said=DEPENDS
+        loss, lambda mix=mix: Mixing(mix), "x", "z", windows=OF_TWELVE, cut=(3,) * 4, allowed="warned", said=DEPENDS
     )
     for place, (name, mix) in enumerate(MIXES.items())
     for number, (of_loss, loss) in enumerate(OF_TORCH.items())
@@ -89,10 +89,15 @@ COMPARED |= {
 }
 COMPARED |= {
     "a hook that compares": of_module(
-        nn.MSELoss(), hooked, "x", "z", windows=FOUR, cut=(3,) * 4, allowed="warned", said=DEPENDS
+        nn.MSELoss(), hooked, "x", "z", windows=OF_TWELVE, cut=(3,) * 4, allowed="warned", said=DEPENDS
     ),
     "parts of a check are no batch": of_module(
-        nn.MSELoss(), lambda: Mixing(lambda x: x.view(-1, 6, T, D).flatten(0, 1)), "x", "z", windows=FOUR, cut=(6, 6)
+        nn.MSELoss(),
+        lambda: Mixing(lambda x: x.view(-1, 6, T, D).flatten(0, 1)),
+        "x",
+        "z",
+        windows=OF_TWELVE,
+        cut=(6, 6),
     ),
     **{
         f"time first in a {name}{', a function' * by_hand}": of_module(
@@ -211,10 +216,12 @@ COMPARED |= {
     },
     # The last window of a loader may be odd.
     **{
-        f"interleaved pairs in {size}": Form(pairwise, Classifier, windows=FOUR, cut=(size,) * (12 // size), **REFUSED)
+        f"interleaved pairs in {size}": Form(
+            pairwise, Classifier, windows=OF_TWELVE, cut=(size,) * (12 // size), **REFUSED
+        )
         for size in (3, 4)
     },
-    "pairs in even micro-batches": Form(even_pairs, windows=FOUR, cut=(4, 2, 6)),
+    "pairs in even micro-batches": Form(even_pairs, windows=OF_TWELVE, cut=(4, 2, 6)),
     "a term of training mode": Form(
         lambda o, b: ce(o[0], b["labels"]) + o[1],
         lambda: Balanced(adds=True),
