@@ -1,6 +1,7 @@
 """The gradient is that of the whole window, however it is cut."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,102 +11,32 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from support.losses.forms import FORMS, WINDOWS, C, D, Tagger, window
 from support.losses.gradients import (
     assert_as_exact_as_full_batch,
-    assert_full_batch_gradient,
     cut_gradient,
     cuts,
     distance,
     full_batch_gradient,
 )
+from support.losses.outcomes import by_runner, outcome
 from support.models.small import fit_quietly
 
-WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 5.0, 0.5], dtype=torch.float64)
-
-
-def classifier(classes=4):
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, classes)).double()
-
-
-class Tagger(nn.Module):
-    def __init__(self, classes=5):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, classes)
-
-    def forward(self, tokens):
-        return self.head(self.embed(tokens)).transpose(1, 2)
-
-
-def tagger():
-    return Tagger().double()
-
-
 CUT = (7, 2, 1)
+TOKENS = WINDOWS[0]["x"], WINDOWS[0]["labels"]
 
 
 @pytest.fixture
-def images():
-    return torch.randn(10, 6, dtype=torch.float64), torch.randint(0, 4, (10,))
-
-
-@pytest.fixture
-def tokens():
-    """Ten sentences of seven tokens, padded from lengths 1 to 7, so that every cut counts differently."""
-    return torch.randint(0, 11, (10, 7)), padded(torch.randint(0, 5, (10, 7)), -100)
-
-
-def padded(targets, value):
-    for row, length in enumerate([1, 7, 2, 6, 3, 5, 4, 1, 7, 2]):
-        targets[row, length:] = value
-    return targets
-
-
-# --- every form of a loss ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("floating", [False, True])
-def test_loss_that_is_chosen_gives_the_full_batch_gradient(floating, images):
-    inputs, _ = images
-    window = (inputs, torch.randn(10, 4, dtype=torch.float64)) if floating else images
-    expected, loss = full_batch_gradient(
-        model := classifier(), functional.mse_loss if floating else functional.cross_entropy, window
-    )
-
-    found, report = cut_gradient(model, None, window, CUT)
-
-    assert distance(found, expected) <= 1e-12
-    assert report.loss == pytest.approx(loss, rel=1e-12)
-
-
-def summed(outputs, targets):
-    return functional.cross_entropy(outputs, targets, reduction="sum")
-
-
-def shifted(outputs, targets):
-    return functional.cross_entropy(outputs[..., :-1], targets[:, 1:])
-
-
-# --- pairs and several losses -----------------------------------------------------------------------------------------
-
-
-def pair(outputs, targets):
-    counts = targets != -100
-    return (functional.cross_entropy(outputs, targets, reduction="none") * counts).sum(), counts.sum()
-
-
-def energy(outputs):
-    return outputs.square().mean()
+def model():
+    return Tagger().double()
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 
-def test_window_of_pieces_is_one_window(images):
-    inputs, targets = images
-    pieces = [(inputs[:3], targets[:3]), (inputs[3:4], targets[3:4]), (inputs[4:], targets[4:])]
-    model = classifier()
-    expected, _ = full_batch_gradient(model, nn.CrossEntropyLoss(), images)
+def test_window_of_pieces_is_one_window(model):
+    pieces = [*zip(*(half.split((3, 1, 6)) for half in TOKENS), strict=True)]
+    expected, _ = full_batch_gradient(model, nn.CrossEntropyLoss(), TOKENS)
 
     found, _ = cut_gradient(model, nn.CrossEntropyLoss(), pieces, (4, 3, 3))
 
@@ -113,9 +44,9 @@ def test_window_of_pieces_is_one_window(images):
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), functional.cross_entropy], ids=["module", "function"])
-def test_pieces_of_different_length_are_cut_between_and_weigh_by_their_tokens(loss):
-    model = tagger()
-    pieces = [(torch.randint(0, 11, (n, t)), torch.randint(0, 5, (n, t))) for n, t in [(3, 7), (4, 2), (3, 5)]]
+def test_pieces_of_different_length_are_cut_between_and_weigh_by_their_tokens(loss, model):
+    shapes = (3, 7), (4, 2), (3, 5)
+    pieces = [(torch.randn(*shape, D).double(), torch.randint(0, C, shape)) for shape in shapes]
     logits = [model(inputs).transpose(1, 2).flatten(0, 1) for inputs, _ in pieces]
     value = functional.cross_entropy(torch.cat(logits), torch.cat([targets.flatten() for _, targets in pieces]))
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))])
@@ -126,10 +57,9 @@ def test_pieces_of_different_length_are_cut_between_and_weigh_by_their_tokens(lo
     assert report.loss == pytest.approx(value.item(), rel=1e-12)
 
 
-def test_last_window_of_fit_has_the_gradient_of_what_is_left(tokens):
+def test_last_window_of_fit_has_the_gradient_of_what_is_left(model):
     """Five windows of four sentences and a last one of two, with SGD: as torch does it with full batches."""
-    inputs, targets = (torch.cat([half, half.flip(0), half[:2]]) for half in tokens)
-    model = tagger()
+    inputs, targets = (torch.cat([half, half.flip(0), half[:2]]) for half in TOKENS)
     by_hand = copy.deepcopy(model)
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
     for x, y in zip(inputs.split(4), targets.split(4), strict=True):
@@ -155,6 +85,10 @@ def test_last_window_of_fit_has_the_gradient_of_what_is_left(tokens):
 # --- a provisional weight ---------------------------------------------------------------------------------------------
 
 
+def pair(outputs, targets):
+    return functional.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
+
+
 def many_counted(outputs, targets):
     """A pair whose weight is far from the number of samples, against which gradients are first accumulated."""
     total, weight = pair(outputs, targets)
@@ -162,13 +96,12 @@ def many_counted(outputs, targets):
 
 
 @pytest.mark.parametrize("loss", [pair, many_counted])
-def test_norm_to_clip_is_that_of_the_whole_window(loss, tokens):
-    model = tagger()
-    expected, _ = full_batch_gradient(model, loss, tokens)
+def test_norm_to_clip_is_that_of_the_whole_window(loss, model):
+    expected, _ = full_batch_gradient(model, loss, TOKENS)
     norm = float(expected.norm())
 
-    clipped, report = cut_gradient(model, loss, tokens, CUT, clip_grad_norm=norm / 3)
-    left, _ = cut_gradient(model, loss, tokens, CUT, clip_grad_norm=norm * 1.001)
+    clipped, report = cut_gradient(model, loss, TOKENS, CUT, clip_grad_norm=norm / 3)
+    left, _ = cut_gradient(model, loss, TOKENS, CUT, clip_grad_norm=norm * 1.001)
 
     assert report.grad_norm == pytest.approx(norm, rel=1e-12)
     assert float(clipped.norm()) == pytest.approx(norm / 3, rel=1e-5)  # torch divides by norm + 1e-6
@@ -176,8 +109,8 @@ def test_norm_to_clip_is_that_of_the_whole_window(loss, tokens):
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 1e-2])
-def test_provisional_weight_is_set_right_before_the_scaler_unscales(clip_grad_norm, tokens):
-    model = Tagger()
+def test_provisional_weight_is_set_right_before_the_scaler_unscales(clip_grad_norm):
+    model, tokens = Tagger(), (TOKENS[0].float(), TOKENS[1])
     expected, _ = full_batch_gradient(model, pair, tokens)
     seen = []
 
@@ -206,75 +139,43 @@ def test_provisional_weight_is_set_right_before_the_scaler_unscales(clip_grad_no
 
 # --- anything at all --------------------------------------------------------------------------------------------------
 
-
-def per_sample(outputs, targets):
-    return functional.cross_entropy(outputs, targets, reduction="none").sum(1)
-
-
-def together(outputs, targets):
-    return {"tokens": functional.cross_entropy(outputs, targets), "pair": pair(outputs, targets), "e": energy(outputs)}
-
-
-LOSSES = {
-    "mean": lambda dtype: nn.CrossEntropyLoss(),
-    "sum": lambda dtype: nn.CrossEntropyLoss(reduction="sum"),
-    "ignore 3": lambda dtype: nn.CrossEntropyLoss(ignore_index=3),
-    "function that ignores 0": lambda dtype: lambda x, y: functional.cross_entropy(x, y, ignore_index=0),
-    "class weights": lambda dtype: nn.CrossEntropyLoss(weight=WEIGHTS.to(dtype)),
-    "smoothing": lambda dtype: nn.CrossEntropyLoss(weight=WEIGHTS.to(dtype), label_smoothing=0.2),
-    "vector": lambda dtype: per_sample,
-    "pair": lambda dtype: pair,
-    "function": lambda dtype: functional.cross_entropy,
-    "function that sums": lambda dtype: summed,
-    "function that shifts": lambda dtype: shifted,
-    "mapping": lambda dtype: together,
-    "list": lambda dtype: [
-        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
-        lambda model, batch: shifted(model(batch[0]), batch[1]),
-        lambda model, batch: energy(model(batch[0])),
-        lambda model, batch: 1e-3 * model(batch[0]).abs().sum(),
-    ],
-}
+OF_TORCH = (
+    "of tokens",
+    "of tokens, sum",
+    "ignore_index=0",
+    "ignore_index=255, smoothing",
+    "weight",
+    "weight, smoothing",
+)
+NAMES = [
+    *(f"nn.CrossEntropyLoss {name}" for name in OF_TORCH),
+    *("ce ignore", "ce smoothing, weights", "0.3 * ce", "sum", "pair", "dict of three", "a list of losses"),
+    *("nn.CrossEntropyLoss none", "nn.MSELoss mean", "ce + L2 of weights"),
+]
 
 
 @st.composite
 def cases(draw):
-    """A kind of loss, tokens with targets of which some (not all) do not count, and a cut."""
-    kind = draw(st.sampled_from(sorted(LOSSES)))
-    samples, length = draw(st.integers(2, 9)), draw(st.integers(2, 6))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    inputs = torch.randint(0, 11, (samples, length), generator=generator)
-    targets = torch.randint(0, 5, (samples, length), generator=generator)
-    mask = draw(st.lists(st.booleans(), min_size=samples * length, max_size=samples * length))
-    targets[torch.tensor(mask).view(samples, length)] = {"ignore 3": 3, "function that ignores 0": 0}.get(kind, -100)
-    targets[0, 1] = 1  # counts also where the first column does not
-    return LOSSES[kind], (inputs, targets), draw(cuts(samples))
+    """A form, the lengths of samples of which some (not all) have no label that counts, a seed, and a cut."""
+    lengths = draw(st.text("0123456", min_size=2, max_size=9).filter(lambda digits: set(digits) != {"0"}))
+    return draw(st.sampled_from(NAMES)), lengths, draw(st.integers(0, 99)), draw(cuts(len(lengths)))
 
 
 @pytest.mark.parametrize("examples", [20, pytest.param(300, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("is_single", [False, True])
-def test_any_mask_any_cut_any_loss_gives_the_full_batch_gradient_and_in_float32_as_exactly(examples, is_single):
+def test_any_labels_any_cut_any_loss_gives_the_full_batch_gradient_and_in_float32_as_exactly(examples, is_single):
     @settings(max_examples=examples // (1 + is_single))
     @given(case=cases())
     def assert_of(case):
-        loss, window, sizes = case
-        torch.manual_seed(0)
+        name, lengths, seed, sizes = case
+        form, one = FORMS[name], window(0, [*map(int, lengths)], [1] * len(lengths), seed)
         if is_single:
-            assert_as_exact_as_full_batch(tagger(), (loss(torch.float64), loss(torch.float32)), window, sizes)
+            model, options = form.model().double(), {"forward": form.forward}
+            assert_as_exact_as_full_batch(model, form.loss, form.batch(one), sizes, **options)
         else:
-            assert_full_batch_gradient(tagger(), loss(torch.float64), window, sizes)
+            assert outcome(replace(form, windows=[one], cut=sizes), by_runner) == "exact"
 
     assert_of()
-
-
-@pytest.mark.parametrize("loss", [functional.cross_entropy, summed], ids=["mean", "sum"])
-@pytest.mark.parametrize(("samples", "seed"), [(5, 0), (300, 1), (300, 2)])
-def test_loss_is_known_in_the_first_window_though_only_two_samples_have_targets_that_count(loss, samples, seed):
-    generator = torch.Generator().manual_seed(seed)
-    inputs, targets = torch.randint(0, 11, (samples, 2), generator=generator), torch.full((samples, 2), -100)
-    targets[torch.randperm(samples, generator=generator)[:2], 1] = 1
-
-    assert_full_batch_gradient(tagger(), loss, (inputs, targets), (1, samples - 2, 1))
 
 
 def test_float32_cut_of_a_wider_network_is_as_exact_as_the_full_batch():

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 import autoaccum
-from support.losses.forms import FORMS, LENGTHS, POSITIVES, WINDOWS, Form, N, ce, each, mse, router, weighted, window
-from support.losses.outcomes import by_accumulator, by_fit, by_runner, by_samples, outcome
-from support.models.small import fit_quietly
+from support.losses.compared import COMPARED
+from support.losses.divisors import DIVISORS
+from support.losses.forms import FORMS, WINDOWS, N, ce, router
+from support.losses.outcomes import by_accumulator, by_fit, by_runner, by_samples, converted, outcome, sgd
+from support.models.small import fit_quietly, one_in
 
+ALL = FORMS | DIVISORS | COMPARED
 LOW_PRECISION = [name for name, form in FORMS.items() if form.dtype is not torch.float64]
 # Some by their number, and those to which a closure makes a difference.
 IN_CLOSURES = dict.fromkeys([
-    *list(FORMS)[::16],
+    *(name for name in list(FORMS)[::16] if not FORMS[name].options),
     "F.cross_entropy, weight mean",
     "nn.CrossEntropyLoss weight",
     "class weights in the model",
@@ -28,75 +31,56 @@ IN_CLOSURES = dict.fromkeys([
     "needs two samples",
     "inputs are the targets",
     "fp16 with a scaler, pair",
+    "one fits, masked + L2",
+    "one fits, cannot be read",
+    "5 divisors that no entry counts",
+    "learned weight beside a mean",
 ])  # fmt: skip
 
 
-def assert_allowed(form, way, **options):
-    found = outcome(form, way, **options)
-    assert found in form.allowed.split(" or "), f"allowed: {form.allowed}"
+def assert_allowed(form, way, seeds=None, **options):
+    allowed = form.allowed.replace("warned", "warned or doubted").split(" or ")
+    for seed in range(form.seeds) if seeds is None else seeds:
+        assert outcome(form, way, seed, **options) in allowed, f"allowed: {form.allowed}, seed {seed}"
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*FORMS, *one_in(2, DIVISORS), *one_in(2, COMPARED)])
 def test_form_of_a_loss_is_exact_or_said_not_to_be(name):
-    assert_allowed(FORMS[name], by_runner)
+    assert_allowed(ALL[name], by_runner)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for name, form in ALL.items() if form.swept])
+def test_form_of_a_loss_is_exact_or_said_not_to_be_in_other_windows(name):
+    assert_allowed(ALL[name], by_runner, range(ALL[name].seeds, ALL[name].swept))
+
+
+@pytest.mark.parametrize("name", ["sqrt of a mean, parts nearly alike", "contrastive", "weights that cancel after 0"])
+def test_window_that_is_refused_is_refused_each_time(name):
+    form, model = ALL[name], ALL[name].model().to(ALL[name].dtype)
+    train = by_runner(form, model, sgd(form, model))
+    windows = form.windows(0) if callable(form.windows) else form.windows
+
+    for _ in range(3):
+        with pytest.raises(autoaccum.InvalidInputError, match=form.said or None):
+            train([converted(form.batch(windows[0]), form.dtype)])
 
 
 @pytest.mark.parametrize("name", IN_CLOSURES)
 def test_closure_with_this_form_of_a_loss_is_exact_or_said_not_to_be(name):
-    assert_allowed(FORMS[name], by_accumulator)
+    assert_allowed(ALL[name], by_accumulator, range(1))
 
 
-@pytest.mark.parametrize("name", list(FORMS)[2::16])
+@pytest.mark.parametrize(
+    "name", [*list(FORMS)[2::16], "sum / number of the batch, labels by int in (3, 1, 4, 2) of 10"]
+)
 def test_fit_with_this_form_of_a_loss_is_exact_or_says_that_it_is_not(name):
-    assert_allowed(FORMS[name], by_fit, at_once=4)
+    assert_allowed(ALL[name], by_fit, at_once=4)
 
 
 @pytest.mark.parametrize("name", ["ce ignore", "masked sum / mask sum", *LOW_PRECISION])
 def test_weighting_by_samples_would_be_seen(name):
     assert outcome(FORMS[name], by_samples).startswith("wrong")
-
-
-# --- losses that change between windows -------------------------------------------------------------------------------
-
-
-def summed(o, b):
-    return each(o, b).sum()
-
-
-def masked(o, b):
-    return weighted(o, b, "mask")
-
-
-CHANGES = {
-    "sum to mean": ("exact", summed, lambda o, b: each(o, b).mean()),
-    "mean to sum": ("exact", lambda o, b: each(o, b).mean(), summed),
-    "mean to half a sum": ("exact", lambda o, b: each(o, b).mean(), lambda o, b: summed(o, b) / 2),
-    "masked mean to sum": ("exact", masked, summed),
-    "part of a sum to masked mean": ("exact", lambda o, b: summed(o, b) / 64, masked),
-    "cross entropy to its sum": (
-        "exact",
-        lambda o, b: ce(o, b["labels"]),
-        lambda o, b: ce(o, b["labels"], reduction="sum"),
-    ),
-    "a name more": (
-        "exact",
-        lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b)},
-        lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b), "sum": summed(o, b)},
-    ),
-    "vector to sum": ("exact", lambda o, b: each(o, b).mean(1), summed),
-    "mean to root": ("stopped", masked, lambda o, b: mse(o, b).sqrt()),
-    "mean to mean and router": ("stopped", masked, lambda o, b: masked(o, b) + 0.1 * router(o)),
-}
-LATER = [window(number, LENGTHS[number % 4], POSITIVES[number % 4], seed=1) for number in range(4, 8)]
-
-
-# The third and the fifth window need no check.
-@pytest.mark.parametrize(("name", "at"), [(name, 2 + 2 * (number % 2)) for number, name in enumerate(CHANGES)])
-def test_loss_that_changes_its_form_is_followed_or_said_to_change(name, at):
-    allowed, before, after = CHANGES[name]
-    form = Form(lambda o, b: (before if b["number"][0] < at * N else after)(o, b), allowed=allowed)
-
-    assert outcome(form, by_runner, windows=[*WINDOWS, *LATER]) in {allowed, "warned"}
 
 
 # --- what a check costs, and where a warning is found -----------------------------------------------------------------

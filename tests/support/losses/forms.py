@@ -1,10 +1,10 @@
 """Forms of losses that people write, each with what autoaccum may do about it.
 
-A form is a model, what of a window the loader gives, and the loss of it. `allowed` says what may come of it:
+A form is a model, windows, what of a window the loader gives, and the loss of it. `allowed` says what may come of it:
 
 - "exact": each update is that of a plain loop over whole batches, to `tolerance`, without a warning.
-- "warned": a warning came before the first update that is not exact, or with it. Some exact forms may be warned of as
-  well: a count that is exactly 1 may be a clamp.
+- "doubted": so it is, but with a warning: a count that is exactly 1 may be a clamp.
+- "warned": a warning came before the first update that is not exact, or with it; or "doubted".
 - "late": it came one window later, as for divisors that are clamped. An error counts as well.
 - "refused": InvalidInputError before the first update.
 - "stopped": InvalidInputError before a later one, and all updates until then were exact.
@@ -12,8 +12,9 @@ A form is a model, what of a window the loader gives, and the loss of it. `allow
 
 import functools
 import importlib.util
+import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,18 +45,18 @@ POSITIVES = (
 
 
 def window(number, lengths, positives, seed=0):
-    chance = torch.Generator().manual_seed(10 * seed + number)
+    n, chance = len(lengths), torch.Generator().manual_seed(10 * seed + number)
     real = functools.partial(torch.randn, generator=chance, dtype=torch.float64)
-    y = torch.randint(0, C, (N, T), generator=chance)
+    y = torch.randint(0, C, (n, T), generator=chance)
     is_there = torch.arange(T) < torch.tensor(lengths)[:, None]
     has = torch.tensor(positives, dtype=torch.float64)
-    w = torch.rand(N, generator=chance, dtype=torch.float64) * 3 + 0.1
+    w = torch.rand(n, generator=chance, dtype=torch.float64) * 3 + 0.1
     w_later = w if number > 1 else torch.ones_like(w)
-    token_weights = torch.rand(N, T, generator=chance, dtype=torch.float64) + 0.05
-    z = real(N, T, C)
-    ids = torch.randint(3, 30, (N, T), generator=chance)
+    token_weights = torch.rand(n, T, generator=chance, dtype=torch.float64) + 0.05
+    z = real(n, T, C)
+    ids = torch.randint(3, 30, (n, T), generator=chance)
     return {
-        "x": real(N, T, D),
+        "x": real(n, T, D),
         "z": z,  # targets for a regression
         "p": z.softmax(-1),  # probabilities
         "y": y,
@@ -71,15 +72,35 @@ def window(number, lengths, positives, seed=0):
         "cls": y[:, 0],
         "cls_rejected": (y[:, 0] + 1) % C,
         "signs": z[:, 0].sign(),
-        "number": torch.arange(N) + N * number,
+        "number": torch.arange(n) + n * number,
+        "window": torch.full((n,), number),
         "input_ids": ids.masked_fill(~is_there, 0),
         "attention_mask": is_there.long(),
         "ids_labels": ids.masked_fill(~is_there, -100),
-        "ids_masked": ids.masked_fill(~is_there | (torch.rand(N, T, generator=chance) > 0.4), -100),
+        "ids_masked": ids.masked_fill(~is_there | (torch.rand(n, T, generator=chance) > 0.4), -100),
     }
 
 
-WINDOWS = [window(number, *each) for number, each in enumerate(zip(LENGTHS, POSITIVES, strict=True))]
+WINDOWS = tuple(window(number, *each) for number, each in enumerate(zip(LENGTHS, POSITIVES, strict=True)))
+
+
+def of_digits(*positives, seed=0):
+    """Windows in which these samples are positive, as "1101"."""
+    lengths = [LENGTHS[number % 4] * len(digits) for number, digits in enumerate(positives)]
+    pairs = zip(lengths, positives, strict=True)
+    return [window(n, own[: len(digits)], [*map(int, digits)], seed) for n, (own, digits) in enumerate(pairs)]
+
+
+def drawn(*parts, samples=N):
+    """Makes windows by a seed, in which about such a part of the samples is positive."""
+
+    def windows(seed):
+        chance = random.Random(seed)  # noqa: S311 - of a test
+        return of_digits(
+            *("".join(str(int(chance.random() < part)) for _ in range(samples)) for part in parts), seed=seed
+        )
+
+    return windows
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -183,9 +204,14 @@ class Form:
     Attributes:
         loss: As `Runner` takes it; None for the model's own.
         model: Makes the model.
+        windows: What it trains on, or a function that makes them by a seed.
+        seeds: How many of these are tried.
+        swept: How many of them in sweeps.
         batch: What the loader gives of a window; all of it by default.
         forward: As `Runner` takes it.
+        options: What else `Runner`, `fit` and `Accumulator` take.
         cut: The sizes of the micro-batches.
+        fits: How many samples fit at once; 0 for any number.
         dtype: Of the parameters and the batch.
         precision: As `Runner` takes it.
         lr: The learning rate.
@@ -193,25 +219,35 @@ class Form:
         mixes: Whether one number mixes terms with divisors of their own, so that its reported value, which weighs
             micro-batches by their samples, is close to that of the whole and not the same.
         allowed: What may come of it, joined by " or ".
+        said: What a warning or the error must match.
     """
 
     loss: Any = None
     model: Callable[[], nn.Module] = Net
     batch: Callable[[dict[str, Any]], Any] = lambda window: window
     forward: Callable[..., Any] | None = of_x
+    options: dict[str, Any] = field(default_factory=dict)
+    windows: Any = field(default=WINDOWS, repr=False)
+    seeds: int = 1
+    swept: int = 0
     cut: tuple[int, ...] = CUT
+    fits: int = 0
     dtype: torch.dtype = torch.float64
     precision: str = "fp32"
     lr: float = 0.01
     tolerance: float = 1e-9
     mixes: bool = False
     allowed: str = "exact"
+    said: str = ""
 
     def raw(self, model, batch):
-        if self.loss is None:
+        if self.loss is None and isinstance(batch, dict):
             return model(**batch)["loss"]
+        if isinstance(self.loss, list):
+            return {str(number): loss(model, batch) for number, loss in enumerate(self.loss)}
         outputs = self.forward(model, batch) if self.forward else model(batch[0])
-        return self.loss(outputs, batch[1] if isinstance(batch, tuple) else batch)
+        loss = self.loss or (functional.mse_loss if batch[1].is_floating_point() else functional.cross_entropy)
+        return loss(outputs, batch[1] if isinstance(batch, tuple) else batch)
 
 
 def of_module(loss, model, x, y, **options):
@@ -475,6 +511,12 @@ FORMS |= {
 }
 
 
+FORMS |= {
+    "loss=None, classes": of_module(None, Classifier, "x", "cls"),
+    "loss=None, numbers": of_module(None, Net, "x", "z"),
+}
+
+
 def functional_loss(name, reduction):
     return {
         "binary_cross_entropy": lambda o, b: functional.binary_cross_entropy(
@@ -562,11 +604,59 @@ FORMS |= {
         lambda o, b: weighted(o, b, "mask") + 0.5 * (row(o, b) * b["has"]).sum() / b["has"].sum(),
         allowed="exact or warned",
     ),
+    "a list of losses": Form(
+        [
+            lambda model, batch: ce(model(batch["x"]), batch["labels"]),
+            lambda model, batch: ce(model(batch["x"])[:, :-1], batch["y"][:, 1:]),
+            lambda model, batch: 1e-3 * model(batch["x"]).abs().sum(),
+        ],
+        forward=None,
+    ),
     "three divisors": Form(
         lambda o, b: weighted(o, b, "mask") + 0.5 * weighted(o, b, "w") + 0.1 * weighted(o, b, "w_tokens"),
         allowed="exact or refused",
     ),
     "z-loss": Form(lambda o, b: ce(o, b["labels"]) + 1e-2 * o.logsumexp(-1).square().mean()),
+}
+
+# --- what is reported beside what is trained on, in both scopes -------------------------------------------------------
+
+
+def right(o, b):
+    return ((o.argmax(-1) == b["labels"]) & (b["labels"] != -100)).double()
+
+
+def accuracy(o, b):
+    return right(o, b).sum() / count(o, b)
+
+
+def count(o, b):
+    return (b["labels"] != -100).sum()
+
+
+def of_labels(o, b):
+    return ce(o, b["labels"])
+
+
+REPORTED = {
+    "the total and parts": {"ce": of_labels, "loss": of_labels, "again": lambda o, b: 2 * of_labels(o, b)},
+    "a total and an accuracy": {"loss": of_labels, "accuracy": accuracy},
+    "no total and an accuracy": {"ce": of_labels, "accuracy": accuracy},
+    "a float": {"loss": of_labels, "accuracy": lambda o, b: accuracy(o, b).item()},
+    "a pair and an accuracy": {
+        "loss": lambda o, b: (ce(o, b["labels"], reduction="sum"), count(o, b)),
+        "accuracy": accuracy,
+        "as pair": lambda o, b: (right(o, b).sum(), count(o, b)),
+    },
+    "an accuracy as a pair": {"ce": of_labels, "accuracy": lambda o, b: (right(o, b).sum(), count(o, b))},
+    "a vector": {"loss": of_labels, "length": lambda o, b: (b["labels"] != -100).sum(1).double()},
+}
+FORMS |= {
+    f"{name} reported, by {scope}": Form(
+        lambda o, b, made=made: {entry: value(o, b) for entry, value in made.items()}, options={"loss_scope": scope}
+    )
+    for name, made in REPORTED.items()
+    for scope in ("micro_batch", "window")
 }
 
 # --- what weights alone do not show -----------------------------------------------------------------------------------

@@ -4,32 +4,25 @@ import copy
 
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 import autoaccum
+from support.losses.outcomes import converted, total
 
 
-def whole_loss(model, loss, batch):
+def whole_loss(model, loss, batch, forward=None):
     """The loss over a whole batch, by its definition and without autoaccum."""
     if isinstance(loss, list):
         return sum(one(model, batch) for one in loss)
-    pair = isinstance(batch, tuple)
-    outputs = model(batch[0]) if pair else model(**batch)
-    if loss is None:
-        return outputs.loss
-    raw = loss(outputs, batch[1] if pair else batch)
-    return sum(map(reduced, raw.values())) if isinstance(raw, dict) else reduced(raw)
+    is_pair = isinstance(batch, tuple)
+    outputs = forward(model, batch) if forward else model(batch[0])
+    return total(loss(outputs, batch[1] if is_pair else batch))
 
 
-def reduced(raw):
-    if isinstance(raw, tuple):
-        return raw[0].sum() / raw[1]
-    return raw.mean()
-
-
-def full_batch_gradient(model, loss, batch):
+def full_batch_gradient(model, loss, batch, forward=None):
     """The gradient of all parameters, joined into one vector, and the loss."""
     model = copy.deepcopy(model)
-    value = whole_loss(model, loss, batch)
+    value = whole_loss(model, loss, batch, forward)
     value.backward()
     return joined(model), value.item()
 
@@ -67,26 +60,17 @@ def assert_full_batch_gradient(model, loss, window, sizes, *, tolerance=1e-12, *
     assert abs(report.loss - expected_loss) <= tolerance * abs(expected_loss)
 
 
-def assert_as_exact_as_full_batch(model, loss, window, sizes, **options):
+def assert_as_exact_as_full_batch(model, loss, window, sizes, forward=None):
     """Check that a float64 model's float32 copy gets a gradient as near to float64's as its full batch is.
 
-    No further than twice that, or 1e-6. A loss that holds tensors is given twice: for float64 and for float32.
+    No further than twice that, or 1e-6.
     """
-    exactly, narrowly = loss if isinstance(loss, tuple) else (loss, loss)
-    exact, _ = full_batch_gradient(model, exactly, window)
-    single = copy.deepcopy(model).float()
-    narrowed = in_single(window)
-    whole, _ = full_batch_gradient(single, narrowly, narrowed)
-    found, _ = cut_gradient(single, narrowly, narrowed, sizes, **options)
+    exact, _ = full_batch_gradient(model, loss, window, forward)
+    single, narrowed = copy.deepcopy(model).float(), converted(window, torch.float32)
+    loss = copy.deepcopy(loss).float() if isinstance(loss, nn.Module) else loss
+    whole, _ = full_batch_gradient(single, loss, narrowed, forward)
+    found, _ = cut_gradient(single, loss, narrowed, sizes, forward=forward)
     assert distance(found, exact) <= max(2 * distance(whole, exact), 1e-6)
-
-
-def in_single(batch):
-    if isinstance(batch, dict):
-        return {name: in_single(value) for name, value in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(map(in_single, batch))
-    return batch.float() if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
 
 
 @st.composite
