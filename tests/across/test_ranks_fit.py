@@ -239,6 +239,7 @@ def buffer_of_rank_1(found):
 
 def means_over_ranks(run):
     found = run()
+    training.assert_alike(found)
     halves = [run.alone(data=vectors()[at : at + 8], target_batch=8) for at in (0, 8)]
     for both, one, other in zip(*(each["buffers"] for each in (found[0], *halves)), strict=True):
         assert torch.allclose(both.double(), (one.double() + other.double()) / 2, rtol=1e-12)

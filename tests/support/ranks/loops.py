@@ -71,7 +71,8 @@ def train(
     found |= {"peaks": [], "evaluations": []}
     given = {"loss": function, "scale": scaling, "device": "cpu", "precision": "fp32"} | options
     with contextlib.redirect_stderr(io.StringIO()):
-        accumulator = autoaccum.Accumulator(model, **given)
+        with _left_alone_if_refused(model):
+            accumulator = autoaccum.Accumulator(model, **given)
         for number in range(steps):
             if before is not None:
                 before(number, model)
@@ -110,7 +111,7 @@ def _part_of(samples):
 
 @contextlib.contextmanager
 def _left_alone_if_refused(model):
-    """A batch that is refused leaves parameters and gradients as they were."""
+    """What is refused leaves parameters and gradients as they were."""
     before = [(sharded.here(one).clone(), one.grad) for one in model.parameters()]
     try:
         yield
