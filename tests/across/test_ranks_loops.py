@@ -29,10 +29,10 @@ from support.ranks.training import CLASSES, FAR, LENGTH, WIDTH, assert_alike, fa
 LOOP = {"by": "loops"}
 
 
-def loop(claim, given=LOOP, on=(SPREAD,), holds=None, marks=()):
+def loop(claim, given=LOOP, on=(SPREAD,), holds=None):
     """A row of a loop, in which arguments may be a function of rank and size."""
     arguments = (lambda rank, size: LOOP | given(rank, size)) if callable(given) else LOOP | given
-    return Row(claim, arguments, on, holds or expect.as_alone(), marks)
+    return Row(claim, arguments, on, holds or expect.as_alone())
 
 
 def limited(most, *, norm=False):

@@ -87,90 +87,66 @@ def annealed(steps, kind=torch.optim.lr_scheduler.CosineAnnealingLR):
     return lambda optimizer: kind(optimizer, steps)
 
 
-def made(model, kind, *given):
-    """Return the arguments that pass an optimizer and a scheduler that are made already."""
+def scheduled(kind, *given):
+    """An optimizer and a scheduler that are made already."""
+    model = net()
     optimizer = sgd(model.parameters())
     return {"model": model, "optimizer": optimizer, "scheduler": kind(optimizer, *given)}
 
 
 # --- at the start -----------------------------------------------------------------------------------------------------
 
-# By what the error names: the arguments of the ranks but one, and those of this one, made on the rank itself.
-AT_THE_START = {
-    "loss": [
-        (lambda: {"loss": nn.CrossEntropyLoss()}, lambda: {"loss": nn.MultiMarginLoss()}),
-        (lambda: {"loss": nn.CrossEntropyLoss()}, lambda: {"loss": nn.CrossEntropyLoss(label_smoothing=0.5)}),
-        (lambda: {"loss": nn.CrossEntropyLoss()}, lambda: {"loss": nn.CrossEntropyLoss(ignore_index=2)}),
-        (lambda: {"loss": nn.CrossEntropyLoss()}, lambda: {"loss": nn.CrossEntropyLoss(reduction="sum")}),
-        (lambda: {"loss": of_classes(1, 1, 1, 1)}, lambda: {"loss": of_classes(1, 1, 1, 2)}),
-        (lambda: {"loss": cross_entropy}, lambda: {"loss": other_cross_entropy}),
-        (lambda: {"loss": cross_entropy}, lambda: {"loss": None}),
-        (
-            lambda: {"loss": functools.partial(functional.cross_entropy, label_smoothing=0.1)},
-            lambda: {"loss": functools.partial(functional.cross_entropy, label_smoothing=0.2)},
-        ),
-        (lambda: {"loss": [one_of_list]}, lambda: {"loss": [other_of_list]}),
-    ],
-    "forward": [(dict, lambda: {"forward": called})],
-    "split": [(dict, lambda: {"split": autoaccum.Along(0)})],
-    "metrics": [
-        (dict, lambda: {"metrics": {"accuracy": accuracy}}),
-        (lambda: {"metrics": {"accuracy": accuracy}}, lambda: {"metrics": {"right": accuracy}}),
-        (lambda: {"metrics": {"it": accuracy}}, lambda: {"metrics": {"it": mean_size}}),
-        (
-            lambda: {"metrics": [accuracy, mean_size]},
-            lambda: {"metrics": [mean_size, accuracy]},
-        ),
-        (lambda: {"metrics": {"it": hits(1)}}, lambda: {"metrics": {"it": hits(2)}}),
-    ],
-    "clip_grad_norm": [(lambda: {"clip_grad_norm": 1.0}, lambda: {"clip_grad_norm": 2.0})],
-    "base_batch": [
-        (lambda: {"lr_scaling": "linear", "base_batch": 8}, lambda: {"lr_scaling": "linear", "base_batch": 16})
-    ],
-    "lr_scaling": [
-        (lambda: {"lr_scaling": "linear", "base_batch": 8}, lambda: {"lr_scaling": "sqrt", "base_batch": 8})
-    ],
-    "scheduler": [
-        (dict, lambda: made(net(), torch.optim.lr_scheduler.ConstantLR)),
-        (
-            lambda: made(net(), torch.optim.lr_scheduler.CosineAnnealingLR, 10),
-            lambda: made(net(), torch.optim.lr_scheduler.CosineAnnealingLR, 20),
-        ),
-        (
-            lambda: made(net(), torch.optim.lr_scheduler.StepLR, 3),
-            lambda: made(net(), torch.optim.lr_scheduler.StepLR, 3, 0.5),
-        ),
-    ],
-    "scheduler_interval": [
-        (
-            lambda: {"scheduler": annealed(5), "scheduler_interval": "step"},
-            lambda: {"scheduler": annealed(5), "scheduler_interval": "epoch"},
-        )
-    ],
-    "model": [
-        (lambda: {"model": layers(nn.Tanh)}, lambda: {"model": layers(nn.ReLU)}),
-        (lambda: {"model": layers(nn.Dropout, 0.1)}, lambda: {"model": layers(nn.Dropout, 0.2)}),
-        (lambda: {"model": layers(nn.Dropout)}, lambda: {"model": in_evaluation(layers(nn.Dropout))}),
-        (lambda: {"model": net()}, lambda: {"model": nn.Sequential(net(), nn.Linear(CLASSES, CLASSES)).double()}),
-    ],
-    "target_batch": [(dict, lambda: {"target_batch": 20})],
-    "optimizer": [
-        (lambda: {"optimizer": sgd}, lambda: {"optimizer": adam}),
-        (
-            lambda: {"optimizer": in_groups(slice(0, 2), slice(2, 4))},
-            lambda: {"optimizer": in_groups(slice(0, 4, 2), slice(1, 4, 2))},
-        ),
-        (lambda: {"optimizer": with_state(None)}, lambda: {"optimizer": with_state(0.1)}),
-        (lambda: {"optimizer": with_state(0.2)}, lambda: {"optimizer": with_state(0.1)}),
-    ],
-}
+
+def unlike(name, others, own, **both):
+    """What the error names, and arguments of the ranks but one, and of this one."""
+    return name, both | {name: others}, both | {name: own}
 
 
-def differing(what, number, who=1):
+# Functions make models, of which a row may not hold one; everything else a rank has from its own import of this file.
+cosine, steps = torch.optim.lr_scheduler.CosineAnnealingLR, torch.optim.lr_scheduler.StepLR
+smoothed = functools.partial(functional.cross_entropy, label_smoothing=0.1)
+smoothed_more = functools.partial(functional.cross_entropy, label_smoothing=0.2)
+AT_THE_START = [
+    SMOOTHED := unlike("loss", nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.5)),
+    unlike("loss", nn.CrossEntropyLoss(), nn.MultiMarginLoss()),
+    unlike("loss", nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=2)),
+    unlike("loss", nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")),
+    unlike("loss", of_classes(1, 1, 1, 1), of_classes(1, 1, 1, 2)),
+    unlike("loss", cross_entropy, other_cross_entropy),
+    unlike("loss", cross_entropy, None),
+    unlike("loss", smoothed, smoothed_more),
+    unlike("loss", [one_of_list], [other_of_list]),
+    ("forward", {}, {"forward": called}),
+    ("split", {}, {"split": autoaccum.Along(0)}),
+    ("metrics", {}, {"metrics": {"accuracy": accuracy}}),
+    unlike("metrics", {"accuracy": accuracy}, {"right": accuracy}),
+    unlike("metrics", {"it": accuracy}, {"it": mean_size}),
+    unlike("metrics", [accuracy, mean_size], [mean_size, accuracy]),
+    ("metrics", lambda: {"metrics": {"it": hits(1)}}, lambda: {"metrics": {"it": hits(2)}}),
+    unlike("clip_grad_norm", 1.0, 2.0),
+    unlike("base_batch", 8, 16, lr_scaling="linear"),
+    unlike("lr_scaling", "linear", "sqrt", base_batch=8),
+    ("scheduler", {}, lambda: scheduled(torch.optim.lr_scheduler.ConstantLR)),
+    ("scheduler", lambda: scheduled(cosine, 10), lambda: scheduled(cosine, 20)),
+    ("scheduler", lambda: scheduled(steps, 3), lambda: scheduled(steps, 3, 0.5)),
+    unlike("scheduler_interval", "step", "epoch", scheduler=annealed(5)),
+    ("model", lambda: {"model": layers(nn.Tanh)}, lambda: {"model": layers(nn.ReLU)}),
+    ("model", lambda: {"model": layers(nn.Dropout, 0.1)}, lambda: {"model": layers(nn.Dropout, 0.2)}),
+    ("model", lambda: {"model": layers(nn.Dropout)}, lambda: {"model": in_evaluation(layers(nn.Dropout))}),
+    ("model", lambda: {"model": net()}, lambda: {"model": nn.Sequential(net(), nn.Linear(CLASSES, 4)).double()}),
+    ("target_batch", {}, {"target_batch": 20}),
+    unlike("optimizer", sgd, adam),
+    unlike("optimizer", in_groups(slice(0, 2), slice(2, 4)), in_groups(slice(0, 4, 2), slice(1, 4, 2))),
+    unlike("optimizer", with_state(None), with_state(0.1)),
+    unlike("optimizer", with_state(0.2), with_state(0.1)),
+]
+
+
+def differing(others, own, who=1):
     def arguments(rank, size):
-        others, own = AT_THE_START[what][number]
         asked = {"loss": cross_entropy, "val_loader": DataLoader(vectors(10), batch_size=5), "data": vectors()}
-        return asked | (own if rank == who else others)()
+        given = own if rank == who else others
+        return asked | (given() if callable(given) else given)
 
     return arguments
 
@@ -185,12 +161,12 @@ def refused_alike(text, **settings):
 SMOOTHING = "rank {} has another loss than rank 0 (label_smoothing={} of CrossEntropyLoss, and label_smoothing={} of"
 DIFFERING_AT_THE_START = [
     *(
-        Row(f"another {what} is refused on all ranks, {number}", differing(what, number),
+        Row(f"another {what} is refused on all ranks, {number}", differing(others, own),
             holds=refused_alike(f"rank 1 has another {what} than rank 0"))
-        for what, cases in AT_THE_START.items() for number in range(len(cases))
+        for number, (what, others, own) in enumerate(AT_THE_START)
     ),
     *(
-        Row(f"a difference on rank {who} names the rank, the setting and both values", differing("loss", 1, who),
+        Row(f"a difference on rank {who} names the rank, the setting and both values", differing(*SMOOTHED[1:], who),
             (THREE,), refused_alike(SMOOTHING.format(*named)))
         for who, named in [(0, (1, 0, 0.5)), (2, (2, 0.5, 0))]
     ),
