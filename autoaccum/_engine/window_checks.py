@@ -56,7 +56,7 @@ class GradientChecks:
         self._total = weakref.ref(total)
         if self._known is None:
             return
-        leaves = (getattr(node, "variable", None) for node in nodes_of(total))
+        leaves = (getattr(node, "variable", None) for node in nodes_of(total.grad_fn))
         strangers = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and leaf not in self._known]
         if strangers:
             raise InvalidInputError(
@@ -114,7 +114,8 @@ def _place(gradient: Tensor) -> int:
 def _may_add_twice(total: Tensor | None) -> bool:
     """Whether a function in the graph may run backward passes of its own, as a reentrant checkpoint does."""
     return total is None or any(
-        isinstance(node, BackwardCFunction) and type(node).__name__ != _OF_MODULE_HOOKS for node in nodes_of(total)
+        isinstance(node, BackwardCFunction) and type(node).__name__ != _OF_MODULE_HOOKS
+        for node in nodes_of(total.grad_fn)
     )
 
 

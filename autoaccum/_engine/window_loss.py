@@ -289,7 +289,7 @@ class WholeWindow:
     def _refuse_other_ways(self, total: Tensor) -> None:
         """Check that the loss of detached outputs reaches no parameters of the model."""
         names = {id(parameter): name for name, parameter in self._step.objective.calls.model.named_parameters()}
-        reached = [names.get(id(getattr(node, "variable", None))) for node in nodes_of(total)]
+        reached = [names.get(id(getattr(node, "variable", None))) for node in nodes_of(total.grad_fn)]
         if found := [name for name in reached if name is not None]:
             raise InvalidInputError(
                 f"loss_scope='window' computes the loss from the model's outputs, and this loss reaches {found[0]} in "

@@ -71,13 +71,15 @@ class _Compared:
         if len(runs[0].summands) == 1:  # otherwise the value of a summand is not known
             self._added.append([torch.tensor([run.value], dtype=torch.float64) for run in runs])
         self._tolerance = tolerance
-        self._sums_add = False
+        self._sums_add = self._contradicts = False
         self._is_random = again is not None
         is_alike = again is not None and len(again.summands) == len(runs[0].summands)
         self._again = again.gradients[number] if again is not None and is_alike else self._gradients[0]
 
     def known(self) -> Known:
         """Return how the summand is put together."""
+        if chooses(self._number, self._runs):
+            return self._unconfirmed()
         weights = [one.weight for one in self._summands]
         is_read = None not in weights
         if is_read and (mean := self._clamped(weights) or self._mean(weights)) is not None:
@@ -88,7 +90,8 @@ class _Compared:
             return self._unread()
         if all(is_same(one, weights[0]) for one in weights) and self._is_sum():
             return sum_of(self._summands[0], self._runs[0])
-        return replace(self._unconfirmed(), source=Source.GRAPH, sums_add=self._sums_add)
+        found = replace(self._unconfirmed(), source=Source.GRAPH, sums_add=self._sums_add)
+        return replace(found, contradicts=self._contradicts)
 
     def _unconfirmed(self) -> Known:
         """Return what is not confirmed, and whether its parts make the whole rather added than averaged."""
@@ -114,7 +117,10 @@ class _Compared:
     def _mean(self, weights: Sequence[float]) -> Known | None:
         """Return a summand whose weights add up, but for those of max(k, n); None if they do not."""
         whole, *parts = weights
-        if not whole or not self._add_up([one / whole for one in parts]):
+        if not whole:
+            return None
+        if not self._add_up([one / whole for one in parts]):
+            self._contradicts = not self._add_up([one / whole for one in parts], has_values=False)
             return None
         source, tolerance = Source.GRAPH, SAME_WEIGHT
         if self._runs[0].is_stated:  # weights in a pair may have half precision
@@ -152,9 +158,9 @@ class _Compared:
             for whole, *parts in self._added[1:]
         )
 
-    def _add_up(self, factors: Sequence[float]) -> bool:
+    def _add_up(self, factors: Sequence[float], *, has_values: bool = True) -> bool:
         """Whether gradients and values of the parts, times these factors, add up to those of the whole."""
-        for whole, *parts in () if self._is_random else self._added:
+        for whole, *parts in () if self._is_random else self._added if has_values else self._added[:1]:
             pairs = zip(factors, parts, strict=True)
             scaled = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
             room = self._tolerance * float(scaled.norm(dim=1).sum() + whole.norm())
@@ -226,6 +232,13 @@ def clamp_of(runs: Sequence[Observation], number: int, divisors: Sequence[Any]) 
     return None
 
 
+def chooses(number: int, runs: Sequence[Observation]) -> bool:
+    """Whether a summand chooses among all samples: from as many elements as in all parts together."""
+    chosen_from = [run.chosen_from[number] for run in runs]
+    is_alike = len({len(one) for one in chosen_from}) == 1  # not by one call for each sample
+    return is_alike and any(all(parts) and sum(parts) == whole for whole, *parts in zip(*chosen_from, strict=True))
+
+
 def are_same(number: int, runs: Sequence[Observation], tolerance: float) -> bool:
     """Whether a summand has one gradient in all runs, which is not 0."""
     first, *others = (run.gradients[number] for run in runs)
@@ -264,7 +277,12 @@ def by_graph(summand: Summand) -> Known:
 
 
 def says_nothing(number: int, known: Known, runs: Sequence[Observation]) -> bool:
-    """Whether a summand says nothing in some run, since nothing counts there."""
+    """Whether a summand says nothing in some run, since nothing counts there.
+
+    Not where gradients do not add up: a loss of pairs of samples is 0 where there are none.
+    """
+    if known.contradicts and all(bool(run.gradients[number].isfinite().all()) for run in runs):
+        return False
     return any(
         run.is_dead(number) and (known.reduction is not Reduction.MEAN or run.summands[number].weight == 0.0)
         for run in runs

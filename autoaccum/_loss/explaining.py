@@ -181,7 +181,7 @@ class Reads:
     def _look_for_clamps(self, found: list[Any]) -> None:
         """Warn of a divisor of 1, or k, of which nothing tells whether it is max(1, n), or max(k, n).
 
-        A 1 is none where the loss is not 0 and divisors are counts.
+        A 1 is none where the loss is not 0 and divisors are counts, unless a check has seen max(1, n).
         """
         divisors, least = {read.divisor for read in self._reads}, self.known.least
         are_counts = len(divisors) > 1 and all(map(float.is_integer, divisors))
@@ -189,7 +189,7 @@ class Reads:
             read
             for read in self._reads
             if (read.divisor == 1.0 and (read.value is None or _is_zero(read) or not are_counts))
-            or (least not in (0.0, 1.0) and is_same(read.divisor, least))
+            or (least and (least != 1.0 or not self.known.hints) and is_same(read.divisor, least))
         ]
         if clamped and not (self.known.is_guess and self._knowledge.now.is_tried):
             self._knowledge.said.of_clamp(self._key[0])

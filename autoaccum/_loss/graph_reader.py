@@ -177,15 +177,22 @@ def _inputs(node: Any) -> list[tuple[Any, int, int]]:
     return [(one, number, place) for place, (one, number) in enumerate(node.next_functions) if one is not None]
 
 
-def _shape(node: Any, number: int) -> Any:
+def shape_of(node: Any, number: int) -> Any:
     """Return the shape of a node's result. Sizes come from here, and never from a saved activation."""
     return node.variable.shape if hasattr(node, "variable") else node._input_metadata[number].shape
+
+
+def dims_of(node: Any) -> list[int]:
+    """Return the dimensions that a node is told of, which it keeps without their signs."""
+    before, number = node.next_functions[0]
+    dims, of_all = getattr(node, "_saved_dim", ()), len(shape_of(before, number))
+    return [dim if dim < of_all else dim - 2**64 + of_all for dim in (dims if isinstance(dims, tuple) else [dims])]
 
 
 def _unchanged(node: Any, term: Summand) -> list[Summand]:
     term.is_nonlinear = node.name().startswith("Where") and len(_inputs(node)) > 1
     inner, number, _ = _only_input(node)
-    if math.prod(_shape(inner, number)) != 1:  # of which the number is one element
+    if math.prod(shape_of(inner, number)) != 1:  # of which the number is one element
         raise _UnreadError
     return _read(inner, term)
 
@@ -204,7 +211,7 @@ def _product(node: Any, term: Summand) -> list[Summand]:
 
     That number cannot be read, or else is not counted.
     """
-    if any(math.prod(_shape(inner, number)) != 1 for inner, number, _ in _inputs(node)):
+    if any(math.prod(shape_of(inner, number)) != 1 for inner, number, _ in _inputs(node)):
         raise _UnreadError
     places = [place for *_, place in _inputs(node)]
     read = [_read(inner, Summand(term.node, term.weight, term.divisor)) for inner, *_ in _inputs(node)]
@@ -263,10 +270,11 @@ def _as_one(term: Summand, node: Any, parts: list[Summand]) -> list[Summand]:
 
 
 def _summed(node: Any, term: Summand) -> list[Summand]:
-    """Read a sum or a mean over all elements, or over dimensions that have all of them."""
+    """Read a sum or a mean over all elements, or over the first dimension, that of samples, and perhaps others."""
     inner, number, _ = _only_input(node)
     if node.name().startswith("Mean"):
-        term.weight, term.is_counted = term.weight * math.prod(_shape(inner, number)), True
+        times = math.prod(shape_of(inner, number)) // math.prod(shape_of(node, 0))
+        term.weight, term.is_counted = term.weight * times, True
         term.is_mean = True
     return _read_elements(inner, number, term)
 
@@ -282,7 +290,7 @@ def _reduced(node: Any, term: Summand) -> list[Summand]:
     if node._saved_reduction not in (_MEAN, _SUM):
         raise _UnreadError
     if node._saved_reduction == _MEAN:
-        shape, kind = _shape(*_inputs(node)[0][:2]), node.name()
+        shape, kind = shape_of(*_inputs(node)[0][:2]), node.name()
         if kind.startswith("Nll"):
             count = _total_weight(node)
         else:
@@ -309,18 +317,21 @@ def _total_weight(node: Any) -> float | Tensor:
 
 def _read_elements(node: Any, number: int, term: Summand) -> list[Summand]:
     """Follow a tensor whose elements are summed, as far as all of them are multiplied by the same number."""
-    shape = _shape(node, number)
+    shape = shape_of(node, number)
     if not shape:
         return _read(node, term)
     inputs, kind = _inputs(node), node.name().rstrip("0123456789")
     if kind in ("StackBackward", "CatBackward", "ExpandBackward"):
-        if all(math.prod(_shape(inner, of_inner)) == 1 for inner, of_inner, _ in inputs):
+        if all(math.prod(shape_of(inner, of_inner)) == 1 for inner, of_inner, _ in inputs):
             own = list[Summand]()
             for inner, *_ in inputs:  # of numbers; an expanded one is there several times
                 weight = _divided(term.weight, math.prod(shape)) if kind == "ExpandBackward" else term.weight
                 own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight))
-            return _as_one(term, node, own)
-    elif kind in ("UnsqueezeBackward", "ViewBackward") and not _shape(*inputs[0][:2]):
+            # What cannot be read is a row that has one element.
+            return term.ends(node) if any(one.weight is None for one in own) else _as_one(term, node, own)
+    elif kind in ("MeanBackward", "SumBackward") and 0 in dims_of(node):
+        return _summed(node, term)
+    elif kind in ("UnsqueezeBackward", "ViewBackward") and not shape_of(*inputs[0][:2]):
         return _read(inputs[0][0], term)  # a number
     elif len(inputs) == 1 and kind in ("NegBackward", "MulBackward", "DivBackward"):
         inner, of_inner, place = inputs[0]
@@ -351,11 +362,9 @@ def _reader_of(kind: str) -> Callable[[Any, Summand], list[Summand]]:
     return _BY_NAME.get(kind.rstrip("0123456789").removesuffix("Backward"), _unknown)
 
 
-def nodes_of(loss: Tensor) -> list[Any]:
-    """Return the nodes of a loss's graph."""
-    if loss.grad_fn is None:
-        return []
-    found: list[Any] = [loss.grad_fn]
+def nodes_of(last: Any) -> list[Any]:
+    """Return a node of a graph, None for none, and all that it is computed from."""
+    found: list[Any] = [] if last is None else [last]
     seen = set(found)
     for node in found:  # which grows
         for further, _ in node.next_functions:
@@ -367,7 +376,7 @@ def nodes_of(loss: Tensor) -> list[Any]:
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
     """Return the tensors at which gradients of a loss end."""
-    return [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
+    return [node.variable for node in nodes_of(loss.grad_fn) if hasattr(node, "variable")]
 
 
 def stop(term: Summand, but: Summand | None = None) -> list[Any]:

@@ -132,13 +132,9 @@ class LossKnowledge:
 
     def of_unlike_divisors(self) -> list[str]:
         """Return the losses that are one number of terms with divisors of their own, as far as is known."""
-        by_name = {
-            name: [one for one in known if one.reduction is not Reduction.CONSTANT]
-            for name, known in self.summands.items()
-        }
         return [
             name
-            for name, terms in by_name.items()
+            for name, terms in self.summands.items()
             if len({one.is_weighed for one in terms}) > 1
             or (len(terms) > 1 and terms[0].is_weighed and not set.intersection(*(set(one.hints) for one in terms)))
         ]

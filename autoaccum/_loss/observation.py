@@ -18,7 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import counts_in
-from autoaccum._loss.graph_reader import Summand, leaves_of, nodes_of, read, stop
+from autoaccum._loss.graph_reader import Summand, dims_of, leaves_of, nodes_of, read, shape_of, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +38,8 @@ _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
 _PATTERN = 4099
 # Unscaled, gradients in half precision would underflow.
 _SCALE = 1024.0
+# The nodes of functions that choose elements along a dimension.
+_CHOOSING = ("Topk", "Sort", "Kthvalue", "Median", "Max", "Min", "Amax", "Amin")
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Observation:
         value: The loss.
         summands: Its summands, with their weights on the host; None for one that cannot be read.
         gradients: A number for each parameter of each summand, shape (summands, parameters), on the host.
+        chosen_from: By summand: from how many elements each function chooses that chooses along a dimension.
         counts: What the batch counts in the samples.
         numbers: Numbers that the batch carries.
         is_stated: Whether the loss is a pair or a vector, which states its weight.
@@ -60,6 +63,7 @@ class Observation:
     value: float
     summands: list[Summand]
     gradients: Tensor
+    chosen_from: Sequence[Sequence[int]]
     counts: Mapping[Count, float]
     numbers: Mapping[Path, float]
     is_stated: bool = False
@@ -74,7 +78,13 @@ class Observation:
     def as_one(self, weight: float | None = None) -> Observation:
         """Return the same as a loss of a single summand of this weight."""
         one = replace(self.summands[0], weight=weight, divisor=None)
-        return replace(self, summands=[one], gradients=self.gradients.sum(0, keepdim=True), clamps=[None])
+        return replace(
+            self,
+            summands=[one],
+            gradients=self.gradients.sum(0, keepdim=True),
+            chosen_from=[[number for own in self.chosen_from for number in own]],
+            clamps=[None],
+        )
 
     def is_dead(self, number: int) -> bool:
         """Whether a summand's gradient says nothing: it is 0, as where nothing counts, or not finite."""
@@ -89,7 +99,7 @@ def observe(
     value, summands = loss.value, summands_on_host(loss)
     if loss.is_sum:
         value = value / summands[0].weight if summands[0].weight else value * 0.0
-    rows = []
+    rows, chosen_from = [], [_chosen_from(one.node) for one in summands]
     for number in range(len(summands)) if parameters else ():
         with only(summands, number):
             rows.append(projected(gradients_of(value, parameters, keep=keep or number + 1 < len(summands))))
@@ -101,11 +111,22 @@ def observe(
         float(of_value),
         summands,
         torch.stack(rows) if rows else stand_in,
+        chosen_from,
         counts_in(batch, samples),
         numbers_in(batch),
         is_stated=loss.weight is not None,
         is_pair=loss.is_sum,
     )
+
+
+def _chosen_from(node: Any) -> list[int]:
+    """Return from how many elements each function chooses whose result a node needs."""
+    found = []
+    for one in nodes_of(node):
+        if one.name().startswith(_CHOOSING) and hasattr(one, "_saved_dim") and one.next_functions[0][0] is not None:
+            before, output = one.next_functions[0]
+            found.append(math.prod(int(shape_of(before, output)[dim]) for dim in dims_of(one)))
+    return found
 
 
 def summands_on_host(loss: LossValue) -> list[Summand]:
@@ -137,7 +158,7 @@ def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool
     # computed again with their dropout.
     scale = torch.full_like(loss, 1.0 if loss.dtype is torch.float64 else _SCALE)
     run = partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
-    if not any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(loss)):
+    if not any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(loss.grad_fn)):
         return list(run(tuple(parameters), accumulate_grad=False))
     # Blocks that are checkpointed with reentry need a whole backward pass, which reaches other tensors too.
     before = [(one, one.grad) for one in (*leaves_of(loss), *parameters)]
@@ -178,7 +199,7 @@ def projected(gradients: Sequence[Tensor | None]) -> Tensor:
 def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) -> float:
     """Return the relative difference that rounding may cause in values and gradients."""
     # Also where a model or a closure enters autocast by itself, or a loss adds up in another type.
-    made = (one.dtype for node in nodes_of(loss) for one in node._input_metadata)
+    made = (one.dtype for node in nodes_of(loss.grad_fn) for one in node._input_metadata)
     used = {loss.dtype, *(dtype for dtype in (*dtypes, *made) if dtype.is_floating_point)}
     if casts or any(dtype.itemsize < FOUR_BYTES for dtype in used):
         return _OF_HALF

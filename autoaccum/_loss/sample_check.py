@@ -22,6 +22,7 @@ from autoaccum._loss.batch_counts import counts_in, counts_of
 from autoaccum._loss.comparison import (
     are_same,
     by_graph,
+    chooses,
     clamp_of,
     compare,
     guess_of,
@@ -162,8 +163,11 @@ class LossCheck:
         if run.is_stated:
             self._check_stated(name, runs, known[0], losses)
             return
-        self._open.pop(name, None)
         self._found[name] = known
+        if any(map(run.is_dead, range(len(known)))):
+            self._open.setdefault(name, True)  # what is 0 in all adds up, and other samples may tell more
+        else:
+            self._open.pop(name, None)
         if any(one.reduction is Reduction.SUM and one.least == 1.0 for one in known):
             self.knowledge.said.of_divisor(name, 1.0, is_only=losses == len(known) == 1)
 
@@ -194,6 +198,9 @@ class LossCheck:
         if first is not None and known[first].sums_add:
             whole, *own = (f"{one.weights[first]:.4g} for {one.samples}" for one in (run, *parts))
             self.tried[name] = f" ({whole} samples, and {' and '.join(own)} of them)"
+            return
+        if first is not None and chooses(first, [run, *parts]):
+            self.tried[name] = " (it chooses among all samples, as topk, sort and max do)"
             return
         each, state = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts), ""
         if any(one.reduction is Reduction.UNCONFIRMED for one in known) and self.before.has_moved():
@@ -263,7 +270,7 @@ class LossCheck:
         rows = [*dict.fromkeys((0, window.samples // 2, window.samples - 1))]
         cuts = [window.cut(row, row + 1) for row in rows]
         counts, found = [counts_in(cut, 1) for cut in cuts], dict[str, list[Known]]()
-        whole = Observation(window.samples, 0.0, [], torch.zeros(0), {}, {})
+        whole = Observation(window.samples, 0.0, [], torch.zeros(0), [], {}, {})
         if window.is_nested:  # a split may count what it joins
             first, *others = map(numbers_in, cuts)
             whole.numbers = {at: one for at, one in first.items() if all(other.get(at) == one for other in others)}

@@ -57,6 +57,7 @@ class Known:
         is_guess: Whether the graph suggests it, and no check has compared parts in which something counts.
         adds: Of what is not confirmed: whether its parts make the whole rather added than averaged.
         sums_add: Of what is not confirmed: whether its sums add up, and its weights alone do not.
+        contradicts: Of what is not confirmed: whether gradients of the parts, times their weights, do not add up.
         number: Of a sum: where the batch carries the number that it is divided by.
     """
 
@@ -69,6 +70,7 @@ class Known:
     is_guess: bool = False
     adds: bool = False
     sums_add: bool = False
+    contradicts: bool = False
     number: Path | None = None
 
     @property

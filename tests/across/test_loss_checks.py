@@ -212,6 +212,42 @@ def test_loss_that_no_sample_changed_at_first_is_looked_at_when_it_changes():
     assert_exact(linear(), given, loss, forward=lambda model, batch: (model(batch["inputs"]), model.weight))
 
 
+def distances(outputs):
+    return (2.0 - 2.0 * functional.normalize(outputs) @ functional.normalize(outputs).T).clamp(min=1e-12).sqrt()
+
+
+def hardest_triplets(outputs, classes):
+    """Of each sample: 0 where its class has no other one."""
+    apart, alike = distances(outputs), (classes[:, None] == classes).double()
+    return (0.2 + (apart * alike).amax(1) - (apart + 10.0 * alike).amin(1)).relu().mean()
+
+
+def supervised_contrast(outputs, classes):
+    own = torch.eye(len(classes), dtype=torch.bool)
+    alike = (classes[:, None] == classes) & ~own
+    logits = (-distances(outputs)).masked_fill(own, -1e9)
+    return -((logits.log_softmax(1) * alike).sum(1) / alike.sum(1).clamp(min=1)).mean()
+
+
+@pytest.mark.parametrize("of_class", [2, 4])
+@pytest.mark.parametrize("beside", [0.0, 1.0])
+@pytest.mark.parametrize("loss", [hardest_triplets, supervised_contrast])
+def test_loss_of_pairs_of_a_class_is_refused_though_few_samples_hold_a_pair(loss, beside, of_class):
+    torch.manual_seed(of_class)
+    classes = torch.arange(32) // of_class
+    inputs = torch.randn(32, 6).double()[classes] + torch.randn(32, 6)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def both(outputs, classes):
+        return loss(outputs, classes) + (beside * outputs.square().mean() if beside else 0.0)
+
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(32, 8), loss=both, device="cpu", precision="fp32")
+
+    with pytest.raises(autoaccum.InvalidInputError, match="its sums over parts of a batch do not add up"):
+        runner.step((inputs, classes))
+
+
 @pytest.mark.parametrize("root", [torch.sqrt, lambda loss: loss.pow(0.5), lambda loss: loss.log()])
 def test_root_of_a_mean_is_refused_each_time_though_parts_are_nearly_alike(root):
     refused = 0
@@ -623,9 +659,12 @@ def test_check_runs_no_more_samples_than_a_wrapper_allows_as_more_have_been_kill
 UNLIKE = {
     "two means": lambda o, b: masked_sum(o, b) / b["mask"].sum() + o.square().mean(),
     "a mean and a sum": lambda o, b: masked_sum(o, b) / b["mask"].sum() + 0.01 * o.square().sum(),
+    "a mean over some and a penalty": lambda o, b: masked_sum(o, b) / b["mask"].sum() + b["model"].weight.abs().sum(),
+    "a sum and a penalty": lambda o, b: o.square().sum() + 0.1 * b["model"].weight.abs().sum(),
 }
 ALIKE = {
     "a mean": lambda o, b: o.square().mean(),
+    "a mean and a penalty": lambda o, b: o.square().mean() + b["model"].weight.abs().sum(),
     "two means over the same": lambda o, b: o.square().mean() + o.abs().mean(),
     "by name": lambda o, b: {"one": masked_sum(o, b) / b["mask"].sum(), "other": o.square().mean()},
 }
@@ -635,7 +674,8 @@ ALIKE = {
 def test_number_of_terms_with_unlike_divisors_is_said_to_be_approximate(loss, caplog):
     model = linear()
     runner = autoaccum.Runner(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(SAMPLES, 4), loss=loss,
+        model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(SAMPLES, 4),
+        loss=lambda outputs, batch: loss(outputs, batch | {"model": model}),
         forward=lambda model, batch: model(batch["inputs"]), device="cpu", precision="fp32",
     )  # fmt: skip
     with caplog.at_level("INFO", logger="autoaccum"):

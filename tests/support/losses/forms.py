@@ -306,6 +306,20 @@ def longest(o, b):
     return (each(o, b) * b["mask"])[:, :until].mean()
 
 
+def hard_negatives(o, b):
+    """Positives, and three times as many of the negatives that are furthest off."""
+    own, positives = row(o, b), b["has"]
+    negatives = (own * (1 - positives)).sort(descending=True).values
+    return ((own * positives).sum() + negatives[: 3 * int(positives.sum())].sum()) / positives.sum().clamp(min=1)
+
+
+def hard_triplet(o, b):
+    """Of each sample the furthest of its own kind, and the nearest of another."""
+    far, same = torch.cdist(o.flatten(1), o.flatten(1)), b["has"][:, None] == b["has"]
+    furthest, nearest = (far * same).max(1).values, (far + 10 * same).min(1).values
+    return (furthest - nearest + 9).relu().mean()
+
+
 def info_nce(o, b):
     similar = functional.normalize(o[:, 0]) @ functional.normalize(o[:, 1]).T / 0.1
     return functional.cross_entropy(similar, torch.arange(len(o)))
@@ -395,6 +409,17 @@ FORMS = {
         allowed="exact or warned",
     ),
     "median": Form(lambda o, b: row(o, b).median(), allowed="refused"),
+    "mean of samples first": Form(lambda o, b: (o - b["z"]).square().mean(-3).sum()),
+    "rows of unlike lengths": Form(
+        lambda o, b: torch.cat([own[keep > 0] for own, keep in zip(each(o, b), b["mask"], strict=True)]).mean(),
+        cut=(2, 1, 3, 4),  # both rows of a micro-batch have one token
+    ),
+    "all / max(1, positives in 3 dimensions)": Form(
+        lambda o, b: each(o, b).sum() / (b["z"] > 1.9).sum().clamp(min=1), allowed="exact or warned"
+    ),
+    "hard negatives": Form(hard_negatives, allowed="refused"),  # in the first window all of them
+    "batch-hard triplet": Form(hard_triplet, allowed="refused"),
+    "hardest tokens of each": Form(lambda o, b: each(o, b).topk(2, dim=1).values.mean()),
     "logsumexp": Form(lambda o, b: row(o, b).logsumexp(0), allowed="warned or refused"),
     "smoothed ce, samples all ignored": Form(lambda o, b: ce(o, b["labels_of_some"], label_smoothing=0.1)),
     # Nothing tells it from max(41, n), where 39 labels are in the samples that are tried, and 45 in all.
