@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from autoaccum._loss.batch_counts import SAMPLES
 from autoaccum._loss.explaining import MicroBatch
 from autoaccum._loss.graph_reader import Summand, has_only_weights_of_0, read, stop, weight_at_once
 from autoaccum._loss.knowledge import RecheckWindow, changed
@@ -183,8 +184,9 @@ class WindowWeights:
             return  # nothing counts, or nothing is to be seen
         form = tuple((one.is_counted, one.divisor is None, one.end and one.end.name()) for one in summands)
         is_new = not self._knowledge.note_graph(name, form)
-        if self._now.stop - self._now.start == 1 and all(one == 1.0 for one in weights):
-            return  # a mean that is not divided where there is one
+        is_one = self._now.stop - self._now.start == 1 and all(SAMPLES in one.hints for one in known)
+        if is_one and all(one == 1.0 for one in weights):
+            return  # a mean over samples that is not divided where there is one
         for number, (one, its) in enumerate(zip(summands, known, strict=True)):
             is_mean = its.reduction is Reduction.MEAN and its.source is Source.GRAPH and not its.is_guess
             if is_mean and not one.is_counted and not self._of((name, number)).counts_as(one, self._now):

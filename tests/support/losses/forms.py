@@ -355,6 +355,10 @@ FORMS = {
     "losses[has].mean() or 0": Form(
         lambda o, b: each(o, b)[b["has"].bool()].mean() if b["has"].any() else o.sum() * 0, allowed="exact or stopped"
     ),
+    "all / positives in 3 dimensions, if any": Form(
+        lambda o, b: each(o, b).sum() / n if (n := (b["z"] > 1.9).sum()) else each(o, b).sum(),
+        allowed="refused or stopped",
+    ),
     "sum / constant": Form(lambda o, b: each(o, b).sum() / 64),
     "sum": Form(lambda o, b: each(o, b).sum()),
     "mean of masked means": Form(lambda o, b: ((each(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
