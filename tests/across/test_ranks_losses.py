@@ -1,66 +1,172 @@
-"""Losses of many forms on ranks: the gradient of the whole batch, and nobody waits."""
+"""Losses of many forms on ranks: the gradient of the whole batch, what is reported of it, and nobody waits."""
 
+import contextlib
 import itertools
 import warnings
 
 import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader
 
-from support.models.small import a_few_of
-from support.ranks import losses
-from support.ranks.training import assert_trained_as
+from support.ranks import expect, losses, named_losses
+from support.ranks.rows import SPREAD, THREE, TWO, Row, sweep, table
+from support.ranks.training import assert_trained_as, texts, texts_of_one_length
+
+# --- forms ------------------------------------------------------------------------------------------------------------
 
 # What one rank showed, and the others did not hear of; a quotient of 0 and 0 that the others wait for.
 QUICK = {
-    ("three means", "of one length, but for one", False, 1, 24),
-    ("two divisors, scaled", "of one length, but for one", False, 5, 7),
-    ("three means", "some in which nothing counts", True, 1, 24),
-    ("two means", "of one length, but for one", True, 2, 16),
-    ("two divisors", "of one length, but for one", True, 2, 16),
-    ("pair and mean", "of all lengths", True, 2, 16),
+    ("three means", "of one length, but for one", TWO, 1, 24),
+    ("two divisors, scaled", "of one length, but for one", TWO, 5, 7),
+    ("three means", "some in which nothing counts", SPREAD, 1, 24),
+    ("two means", "of one length, but for one", SPREAD, 2, 16),
+    ("two divisors", "of one length, but for one", SPREAD, 2, 16),
+    ("pair and mean", "of all lengths", SPREAD, 2, 16),
 }
 
 
-def cases():
-    cuts = [(1, 24), (2, 16), (5, 7)]
-    for loss, data, is_sharded, (size, target) in itertools.product(losses.LOSSES, losses.DATA, (False, True), cuts):
-        case = (loss, data, is_sharded, size, target)
-        yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.sweep)
-
-
-@pytest.mark.parametrize(("loss", "data", "is_sharded", "micro_batch", "target_batch"), list(cases()))
-def test_gradient_is_that_of_the_whole_batch(rank_pool, loss, data, is_sharded, micro_batch, target_batch):
-    asked = {"loss": loss, "data": data, "target_batch": target_batch}
+@contextlib.contextmanager
+def without_warnings():
+    """One process sees other samples when it warns of a loss."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = losses.train(0, 1, micro_batch=target_batch, **asked)
+        yield
 
-    found = rank_pool.run("losses:train", size=2, micro_batch=micro_batch, is_sharded=is_sharded, **asked)
 
+FORMS = [
+    Row(
+        f"the gradient of {loss} {data}, {target} samples in micro-batches of {micro_batch}",
+        lambda *_, loss=loss, data=data, micro_batch=micro_batch, target=target: {
+            "loss": losses.LOSSES[loss], "data": losses.DATA[data](), "micro_batch": micro_batch,
+            "target_batch": target, "epochs": 2, "during": without_warnings(),
+        },
+        on=tuple(
+            place if (loss, data, place, micro_batch, target) in QUICK else sweep(place) for place in (TWO, SPREAD)
+        ),
+        holds=expect.as_alone(reports=False),
+    )
+    for loss, data, (micro_batch, target) in itertools.product(losses.LOSSES, losses.DATA, [(1, 24), (2, 16), (5, 7)])
+]  # fmt: skip
+
+
+# --- what only one rank counts or evaluates ---------------------------------------------------------------------------
+
+
+def with_a_class_on_one_rank(rank, size):
+    """Two pairs, of which the second counts a class that only the last samples of each window have."""
+    samples = [(inputs, torch.where(targets == 1, 0, targets)) for inputs, targets in texts(32)]
+    for at in range(7, 32, 8):
+        samples[at][1][0] = 1
+    return {"loss": losses.two_pairs, "data": samples, "target_batch": 8, "micro_batch": 2}
+
+
+def of_one_token(rank, size):
+    """Windows in each of which a single token counts, on one of the ranks."""
+    samples = texts(32)
+    for at, (_, targets) in enumerate(samples):
+        targets[1 if at in (2, 15, 18, 27) else 0 :] = -100
+    return {"loss": losses.masked, "data": samples, "target_batch": 8, "micro_batch": 4}
+
+
+def evaluated(loss, *, but=None, nothing_counts=slice(0), **given):
+    """Texts of which a few show what the loss counts, to the ranks that have them."""
+    samples = texts_of_one_length(32, but)
+    for _, targets in samples[nothing_counts]:
+        targets.fill_(-100)
+    loader = DataLoader(texts_of_one_length(20, but=10), batch_size=3)
+    return {"loss": losses.LOSSES[loss], "data": samples, "target_batch": 8, "epochs": 2, "val_loader": loader} | given
+
+
+def ignoring(warning):
+    return (pytest.mark.filterwarnings(f"ignore{warning}"),)
+
+
+SHOWN_BY_SOME = [
+    Row("a part in which a pair counts nothing adds nothing", with_a_class_on_one_rank),
+    Row(
+        "ranks on which nothing counts know no other form of a loss",
+        of_one_token,
+        marks=ignoring("::autoaccum.LossWarning"),  # in no choice of samples does something count in two
+    ),
+    Row(
+        "what an evaluation shows of a list changes no gradient",
+        evaluated("list", micro_batch=1, val_every=1),
+        on=(TWO, sweep(THREE)),
+    ),
+    Row(
+        "what an evaluation shows of two divisors changes no gradient",
+        evaluated("two divisors, scaled", micro_batch=5, val_every=2, but=11, nothing_counts=slice(16, 20)),
+        on=(sweep(TWO), THREE),
+        holds=expect.as_alone(reports=False),
+        marks=ignoring(":autoaccum. loss 'loss' has terms that are divided by numbers of their own"),
+    ),
+]
+
+
+# --- mappings of losses -----------------------------------------------------------------------------------------------
+
+NAMED = {"data": texts(), "target_batch": 25, "micro_batch": 5, "epochs": 2}
+
+
+def evaluating(kind):
+    loader = DataLoader(texts(20, seed=5), batch_size=3)
+    return NAMED | {"loss": named_losses.LOSSES[kind], "val_loader": loader}
+
+
+def only_on_rank_1(kind):
+    """Entries that are no part of the loss come from one rank alone."""
+
+    def arguments(rank, size):
+        def loss(outputs, targets):
+            found = named_losses.LOSSES[kind](outputs, targets)
+            is_whole = size == 1 or rank == 1
+            return found if is_whole else {k: v for k, v in found.items() if k in ("loss", "ce", "tokens", "size")}
+
+        return evaluating(kind) | {"loss": loss}
+
+    return arguments
+
+
+def reports_the_same_names(run):
+    found, whole = run(), run.alone()
     assert_trained_as(found, whole)
+    for one in found:
+        assert one["losses"] == pytest.approx(whole["losses"])
+        assert one["named losses"] == found[0]["named losses"]
+        assert [each.keys() for each in one["named losses"]] == [each.keys() for each in whole["named losses"]]
 
 
-def test_part_in_which_a_pair_counts_nothing_adds_nothing(rank_pool):
-    whole = losses.with_a_class_on_one_rank(0, 1)
+def divided_by_own_count(rank, size):
+    """A loss that is divided by the count that each rank's batch carries: their sum is not the mean over the window."""
 
-    assert_trained_as(rank_pool.run("losses:with_a_class_on_one_rank", size=2), whole)
+    def loss(outputs, batch):
+        summed = functional.cross_entropy(outputs, batch["targets"], reduction="sum")
+        return summed / batch["num_items_in_batch"]
 
-
-@pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")  # in no choice of samples does something count in two
-def test_ranks_on_which_nothing_counts_know_no_other_form_of_a_loss(rank_pool):
-    whole = losses.of_one_token(0, 1)
-
-    assert_trained_as(rank_pool.run("losses:of_one_token", size=2), whole)
+    batch = {"input": torch.randn(6, 6).double(), "targets": torch.arange(6) % 3, "num_items_in_batch": 6}
+    return {"loss": loss, "make_loader": lambda *_: [batch], "target_batch": 12, "shard_data": False}
 
 
-EVALUATED = {
-    "list": {"micro_batch": 1, "val_every": 1},
-    "two divisors, scaled": {"micro_batch": 5, "val_every": 2, "but": 11, "nothing_counts": slice(16, 20)},
-}
+OF_NAMES = [
+    *(
+        Row(f"what is reported of {kind} is that of the whole window", evaluating(kind), on=(THREE,))
+        for kind in named_losses.LOSSES
+    ),
+    *(
+        Row(f"an entry of {kind} that one rank reports keeps nobody waiting", only_on_rank_1(kind),
+            holds=reports_the_same_names)
+        for kind in named_losses.LOSSES
+    ),
+    Row(
+        "a count of a part of the window is refused on all ranks", divided_by_own_count,
+        holds=expect.refused("'num_items_in_batch', a number of a batch of the loader"),
+    ),
+]  # fmt: skip
+
+ROWS = table(__file__, *FORMS, *SHOWN_BY_SOME, *OF_NAMES)
 
 
-@pytest.mark.parametrize(("size", "loss"), a_few_of([2, 3], EVALUATED))
-@pytest.mark.filterwarnings("ignore:autoaccum. loss 'loss' has terms that are divided by numbers of their own")
-def test_what_an_evaluation_shows_of_a_loss_changes_no_gradient(rank_pool, size, loss):
-    whole = losses.evaluated(0, 1, loss, **EVALUATED[loss])
-
-    assert_trained_as(rank_pool.run("losses:evaluated", loss, size=size, **EVALUATED[loss]), whole)
+@pytest.mark.parametrize("row", ROWS)
+def test_ranks(rank_pool, row, tmp_path):
+    row.check(rank_pool, tmp_path)

@@ -1,102 +1,123 @@
 """A run that goes on with other processes: the same samples in the same order, or an error that says why."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 import autoaccum
-from support.models.small import a_few_of
-from support.ranks import resharding, training
-from support.ranks.training import FAR, assert_alike, assert_trained_as, far
+from support.ranks import expect
+from support.ranks.rows import Row, a_few_rows, table
+from support.ranks.training import FAR, net, own_loader, vectors
 
+BATCH = 5
 # Windows of the first epoch, and of both: 50 samples in windows of 16.
 EPOCH, ALL = 4, 8
 
 
-def run(rank_pool, folder, size, **arguments):
-    if size == 1:
-        return [resharding.train(0, 1, folder, **arguments)]
-    return rank_pool.run("resharding:train", folder, size=size, **arguments)
+class OfNumPy:
+    def __init__(self, samples):
+        self.samples, self.rng = samples, np.random.default_rng(7)
+
+    def __len__(self):
+        return math.ceil(self.samples / BATCH)
+
+    def __iter__(self):
+        order = self.rng.permutation(self.samples).tolist()
+        return iter([order[start : start + BATCH] for start in range(0, self.samples, BATCH)])
 
 
-@pytest.mark.parametrize("kind", resharding.LOADERS)
-def test_order_of_several_ranks_is_that_of_one_process(rank_pool, kind):
-    expected = run(rank_pool, None, 1, kind=kind, steps=ALL)
-
-    found = run(rank_pool, None, 2, kind=kind, steps=ALL)
-
-    assert_trained_as(found, expected[0])
+def in_batches(samples, **options):
+    return DataLoader(samples, batch_size=BATCH, **options)
 
 
-@pytest.mark.parametrize(("of", "kind"), a_few_of([(1, 2), (2, 1), (2, 3)], ["in_order", "own_generator", "of_numpy"]))
-def test_run_goes_on_after_an_epoch_with_any_number_of_processes(rank_pool, tmp_path, of, kind):
-    before, after = of
-    expected = run(rank_pool, None, 1, kind=kind, steps=ALL)
-    run(rank_pool, str(tmp_path), before, kind=kind, steps=None, epochs=1)
-
-    found = run(rank_pool, str(tmp_path), after, kind=kind, steps=ALL)
-
-    assert_alike(found)
-    assert found[0]["steps"] == expected[0]["steps"]
-    assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
 
 
-def test_run_goes_on_within_an_epoch_in_which_one_rank_has_no_samples(rank_pool, tmp_path):
-    options = {"size": 2, "data": training.vectors(12), "target_batch": 8, "micro_batch": 2}
-    expected = rank_pool.run("training:with_own_samples", [12, 0], **options)
-    rank_pool.run("training:with_own_samples", [12, 0], checkpoint=str(tmp_path), max_steps=1, **options)
-
-    found = rank_pool.run("training:with_own_samples", [12, 0], checkpoint=str(tmp_path), **options)
-
-    assert_alike(found)
-    assert all(map(torch.equal, found[0]["parameters"], expected[0]["parameters"]))
+def weighted(samples):
+    sampler = WeightedRandomSampler(torch.arange(1.0, len(samples) + 1), len(samples))
+    return DataLoader(samples, batch_sampler=BatchSampler(sampler, BATCH, drop_last=True))
 
 
-def test_run_between_epochs_goes_on_with_the_generators_of_its_loader(rank_pool, tmp_path):
-    expected = run(rank_pool, None, 2, kind="own_generator", steps=None)
-    run(rank_pool, str(tmp_path), 2, kind="own_generator", steps=None, epochs=1)
-
-    found = run(rank_pool, str(tmp_path), 2, kind="own_generator", steps=None)
-
-    assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
+def two_generators(samples):
+    return in_batches(samples, sampler=RandomSampler(samples, generator=seeded(5)), generator=seeded(6))
 
 
-@pytest.mark.parametrize(("shard_data", "stop"), [(True, EPOCH + 2), (False, 2 * EPOCH + 1)])
-def test_run_within_a_later_epoch_goes_on_with_the_generator_of_its_sampler(rank_pool, tmp_path, shard_data, stop):
-    arguments = {"size": 2, "kind": "of_numpy", "shard_data": shard_data}
-    expected = rank_pool.run("resharding:train", None, steps=stop + 2, **arguments)
-    rank_pool.run("resharding:train", str(tmp_path), steps=stop, **arguments)
-
-    found = rank_pool.run("resharding:train", str(tmp_path), steps=stop + 2, **arguments)
-
-    assert far(found[0]["parameters"], expected[0]["parameters"]) == 0.0
-
-
-def test_random_state_of_ranks_goes_on_where_the_loader_draws_from_it_too(rank_pool, tmp_path):
-    arguments = {"size": 2, "kind": "shuffled", "dropout": 0.3}
-    expected = rank_pool.run("resharding:train", None, steps=ALL, **arguments)
-    rank_pool.run("resharding:train", str(tmp_path), steps=2, **arguments)
-
-    found = rank_pool.run("resharding:train", str(tmp_path), steps=ALL, **arguments)
-
-    assert far(found[0]["parameters"], expected[0]["parameters"]) == 0.0
+LOADERS = {
+    "in order": in_batches,
+    "shuffled": lambda samples: in_batches(samples, shuffle=True),
+    "own generator": lambda samples: in_batches(samples, shuffle=True, generator=seeded(7)),
+    "workers": lambda samples: in_batches(samples, shuffle=True, num_workers=2),
+    "weighted": weighted,
+    "two generators": two_generators,
+    "of NumPy": lambda samples: DataLoader(samples, batch_sampler=OfNumPy(len(samples))),
+}
 
 
-def refusals(rank_pool, folder, size, **arguments):
-    if size == 1:
-        with pytest.raises(autoaccum.CheckpointError) as caught:
-            run(rank_pool, folder, size, **arguments)
-        return [str(caught.value)]
-    answers = rank_pool.answers("resharding:train", folder, size=size, **arguments)
-    assert all(isinstance(answer, autoaccum.CheckpointError) for answer in answers), answers
-    return list(map(str, answers))
+def loaded(kind, *, dropout=0.0, **given):
+    def arguments(rank, size):
+        options = {"make_loader": lambda *_: LOADERS[kind](vectors()), "model": net(dropout=dropout), "seed": 4}
+        return options | {"micro_batch": 4, "epochs": 2} | given
+
+    return arguments
+
+
+# --- what goes on -----------------------------------------------------------------------------------------------------
+
+
+def after_an_epoch(sizes, kind):
+    before, after = sizes
+    holds = expect.goes_on({"epochs": 1}, sizes=sizes, undisturbed="one process", rounding=FAR, kept=EPOCH)
+    return Row(f"a run of {before} goes on with {after} after an epoch, {kind}", loaded(kind), holds=holds)
+
+
+def one_without_samples(rank, size):
+    given = {"data": vectors(12), "make_loader": own_loader([12, 0]), "shard_data": False}
+    return given | {"target_batch": 8, "micro_batch": 2}
+
+
+GOES_ON = [
+    *(Row(f"the order of several ranks is that of one process, {kind}", loaded(kind)) for kind in LOADERS),
+    *a_few_rows(after_an_epoch, [(1, 2), (2, 1), (2, 3)], ["in order", "own generator", "of NumPy"]),
+    Row("a run goes on within an epoch in which one rank has no samples", one_without_samples,
+        holds=expect.goes_on({"max_steps": 1}, kept=1)),
+    Row("a run between epochs goes on with the generators of its loader", loaded("own generator"),
+        holds=expect.goes_on({"epochs": 1}, rounding=FAR, kept=EPOCH)),
+    *(
+        Row(f"a run within a later epoch goes on with the generator of its sampler, shard_data={shard_data}",
+            loaded("of NumPy", shard_data=shard_data, max_steps=stop + 2),
+            holds=expect.goes_on({"max_steps": stop}, kept=stop))
+        for shard_data, stop in [(True, EPOCH + 2), (False, 2 * EPOCH + 1)]
+    ),
+    Row("the random state of ranks goes on where the loader draws from it too", loaded("shuffled", dropout=0.3),
+        holds=expect.goes_on({"max_steps": 2}, kept=2)),
+]  # fmt: skip
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(before, after, *texts):
+    """A run of (size, shard_data) cannot go on within an epoch as another."""
+
+    def holds(run):
+        run(size=before[0], shard_data=before[1], max_steps=1, checkpoint=run.folder)
+        changes = {"size": after[0], "shard_data": after[1], "checkpoint": run.folder}
+        for answer in run.answers(**changes):
+            assert isinstance(answer, autoaccum.CheckpointError), answer
+            assert all(text in str(answer) for text in texts), answer
+
+    return holds
 
 
 SHARED, OWN = "processes (shard_data=True)", "processes with loaders of their own (shard_data=False)"
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "says"),
-    [
+REFUSED = [
+    Row(f"of {before}, within an epoch, to {after} says what to do", loaded("in order"),
+        holds=refused(before, after, *says, "until an epoch ends, or pass resume=False"))
+    for before, after, says in [
         ((1, True), (2, True), ["by one process in the middle", f"to 2 {SHARED}"]),
         ((2, True), (1, True), [f"by 2 {SHARED} in the middle", "to one process"]),
         ((1, True), (2, False), ["by one process in the middle", f"to 2 {OWN}"]),
@@ -104,22 +125,24 @@ SHARED, OWN = "processes (shard_data=True)", "processes with loaders of their ow
         ((2, True), (2, False), [f"by 2 {SHARED} in the middle", f"to 2 {OWN}"]),
         ((2, False), (1, True), [f"by 2 {OWN} in the middle", "to one process"]),
         ((2, False), (3, False), [f"by 2 {OWN} in the middle", f"to 3 {OWN}"]),
-    ],
-)
-def test_checkpoint_within_an_epoch_that_cannot_be_shared_out_anew_says_what_to_do(
-    rank_pool, tmp_path, before, after, says
-):
-    run(rank_pool, str(tmp_path), before[0], shard_data=before[1], kind="in_order", steps=1)
-
-    texts = refusals(rank_pool, str(tmp_path), after[0], shard_data=after[1], kind="in_order", steps=ALL)
-
-    for text in texts:
-        assert all(one in text for one in [*says, "until an epoch ends, or pass resume=False"]), text
+    ]
+]  # fmt: skip
 
 
-def test_other_loader_is_refused(rank_pool, tmp_path):
-    run(rank_pool, str(tmp_path), 2, kind="in_order", steps=1)
+def other_loader(run):
+    run(max_steps=1, checkpoint=run.folder)
+    for answer in run.answers(checkpoint=run.folder, make_loader=own_generator):
+        assert isinstance(answer, autoaccum.CheckpointError), answer
+        assert "a loader that has 0 random generators of its own, and this one has 1" in str(answer)
 
-    texts = refusals(rank_pool, str(tmp_path), 2, kind="own_generator", steps=ALL)
 
-    assert all("a loader that has 0 random generators of its own, and this one has 1" in text for text in texts), texts
+def own_generator(rank, size, samples):
+    return LOADERS["own generator"](vectors())
+
+
+ROWS = table(__file__, *GOES_ON, *REFUSED, Row("another loader is refused", loaded("in order"), holds=other_loader))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_ranks(rank_pool, row, tmp_path):
+    row.check(rank_pool, tmp_path)

@@ -2,63 +2,92 @@
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, default_collate
 
-from support.ranks.training import FAR, far
+import autoaccum
+from support.ranks import expect, savings
+from support.ranks.rows import TWO, Row, slow, table
 
-
-@pytest.fixture(scope="module")
-def found(rank_pool):
-    """Rank 1 is too small for one sample with nothing saved, and rank 0 is not."""
-    return rank_pool.run("savings:train", size=2, capacities=["16MiB", "4MiB"], shard_data=True)
-
-
-def test_rank_that_lacks_memory_saves_it_by_itself(found):
-    large, small = found
-
-    assert large["memory"] == ()
-    assert small["memory"] != ()
-    assert large["is plain"]
-    assert small["is plain"]
+# Rank 1 is too small for one sample with nothing saved, and rank 0 is not.
+MEMORY = ["16MiB", "4MiB"]
 
 
-def test_ranks_have_the_parameters_of_one_process_where_memory_is_plenty(rank_pool, found):
-    (alone,) = rank_pool.run("savings:train", size=1, capacities=["1GiB"], save_memory=None)
-
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*(one["parameters"] for one in found), strict=True))
-    assert far(found[0]["parameters"], alone["parameters"]) <= FAR
-    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+def on_unlike_devices(rank, size):
+    device, save_memory = (autoaccum.Simulated(MEMORY[rank]), "auto") if size > 1 else ("cpu", None)
+    given = {"model": savings.net(), "device": device, "save_memory": save_memory, "optimizer": savings.sgd}
+    return given | {"micro_batch": "auto"}
 
 
-@pytest.mark.parametrize(
-    "lists",
-    [pytest.param(False, id="tensors"), pytest.param(True, id="lists of samples", marks=pytest.mark.slow)],
-)
-def test_rank_that_lacks_memory_later_saves_it_while_the_other_waits(rank_pool, lists):
-    one, other = rank_pool.run("savings:lacking_late", size=2, lists=lists)
+def training(rank, size):
+    samples = [sample for batch in savings.data(8) for sample in zip(*batch, strict=True)]
+    given = on_unlike_devices(rank, size) | {"target_batch": 8, "make_loader": lambda *_: DataLoader(samples, 8)}
 
-    assert one["steps"] == other["steps"] == 12
-    assert one["memory"] == () != other["memory"]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one["parameters"], other["parameters"], strict=True))
+    def is_plain():
+        return all("forward" not in vars(module) for module in given["model"].modules())
+
+    return given | {"told": is_plain}
 
 
-@pytest.mark.slow
-def test_resumed_ranks_keep_what_was_chosen(rank_pool, tmp_path):
-    arguments = {"size": 2, "capacities": ["16MiB", "4MiB"], "shard_data": True, "checkpoint": tmp_path}
-    first = rank_pool.run("savings:train", max_steps=5, **arguments)
+def loop(rank, size):
+    def batch(rank, size, number):
+        part = slice(rank * 8 // size, (rank + 1) * 8 // size)
+        return tuple(each[part] for each in savings.data(8)[number])
 
-    second = rank_pool.run("savings:train", max_steps=8, **arguments)
+    loss = (functional.cross_entropy, None)
+    return on_unlike_devices(rank, size) | {"by": "loops", "loss": loss, "batch": batch, "steps": 8}
 
-    assert [one["memory"] for one in second] == [one["memory"] for one in first]
+
+class Holding(autoaccum.Callback):
+    """Takes memory after the sixth step."""
+
+    held = None
+
+    def on_step(self, report, *, epoch):
+        if report.step == 6:
+            self.held = torch.zeros(36 * 2**20, dtype=torch.uint8)
+
+
+def later(rank, size, *, lists):
+    batches = [tuple(each[rank::size].contiguous() for each in batch) for batch in savings.data(12)]
+    if lists:
+        batches = [list(zip(*batch, strict=True)) for batch in batches]
+    given = on_unlike_devices(rank, size) | {"device": autoaccum.Simulated("40MiB"), "shard_data": False}
+    given |= {"callbacks": [Holding()] if rank == 1 else [], "micro_batch": 4, "target_batch": 8}
+    split = autoaccum.ListOfSamples(default_collate) if lists else None
+    return given | {"make_loader": lambda *_: batches, "split": split}
+
+
+def rank_1_saves(found):
+    assert found[0]["savings"] == () != found[1]["savings"]
+
+
+def rank_1_saves_and_models_are_plain(found):
+    rank_1_saves(found)
+    assert all(one["told"] for one in found)
+
+
+def kept_by_those_that_go_on(run):
+    first, second = (run(max_steps=steps, checkpoint=run.folder) for steps in (5, 8))
+    assert [one["savings"] for one in second] == [one["savings"] for one in first]
     assert len(second[0]["losses"]) == 3
 
 
-@pytest.mark.slow
-def test_accumulators_agree_and_have_the_gradients_of_one_process(rank_pool):
-    (expected,) = rank_pool.run("savings:accumulate", size=1, capacities=["1GiB"])
+ROWS = table(
+    __file__,
+    Row("the rank that lacks memory saves it by itself", training,
+        holds=expect.as_alone(also=rank_1_saves_and_models_are_plain)),
+    *(
+        Row(f"a rank that lacks memory later saves it while the other waits, lists={lists}",
+            lambda rank, size, lists=lists: later(rank, size, lists=lists), (place,), expect.outcomes(rank_1_saves))
+        for lists, place in [(False, TWO), (True, slow(TWO))]
+    ),
+    Row("ranks that go on keep what was chosen", training, (slow(TWO),), kept_by_those_that_go_on),
+    Row("accumulators agree, and have the gradients of one process", loop, (slow(TWO),),
+        expect.as_alone(also=rank_1_saves)),
+)  # fmt: skip
 
-    one, other = rank_pool.run("savings:accumulate", size=2, capacities=["16MiB", "4MiB"], save_memory="auto")
 
-    assert one["memory"] == () != other["memory"]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one["parameters"], other["parameters"], strict=True))
-    assert far(one["parameters"], expected["parameters"]) <= FAR
-    assert one["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+@pytest.mark.parametrize("row", ROWS)
+def test_ranks(rank_pool, row, tmp_path):
+    row.check(rank_pool, tmp_path)

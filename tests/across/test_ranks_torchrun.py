@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 from torch import distributed, nn
@@ -193,11 +194,31 @@ def test_a_task_of_slurm_that_would_train_by_itself_is_refused(monkeypatch):
         autoaccum.fit(nn.Linear(8, 2), [], 4, shard_data=True)
 
 
+def meet(rank, size, port, slow_s):
+    """Set up a group as `fit` does, rank 0 slowly; the times at which it was there on this rank."""
+    distributed.destroy_process_group()
+    there = []
+    set_up = distributed.init_process_group
+
+    def slow(*args, **kwargs):
+        set_up(*args, **kwargs)
+        time.sleep(slow_s if rank == 0 else 0.0)
+        there.append(time.monotonic())
+
+    variables = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}),
+        mock.patch.object(distributed, "init_process_group", slow),
+    ):
+        autoaccum.join_ranks("cpu")
+    return there[0], time.monotonic()
+
+
 def test_rank_goes_on_only_when_all_have_set_up_the_group(rank_pool):
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
 
-    times = rank_pool.run("training:meet", port, 1.0, size=2)
+    times = rank_pool.run("across.test_ranks_torchrun:meet", port, 1.0, size=2)
 
     assert min(after for _, after in times) >= max(there for there, _ in times)
 

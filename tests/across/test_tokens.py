@@ -11,6 +11,9 @@ from autoaccum._launch.script import FitCall  # the report's, which has no way i
 from support.data.ragged import Causal, lengths_of, loader_of, padded, texts
 from support.faults.modes import FailAt
 from support.models.small import assert_bitwise
+from support.ranks import expect
+from support.ranks.rows import Row, table
+from support.ranks.training import FAR, far
 from support.training.long_runs import StopAt, StoppedError
 
 SAMPLES, BATCH, TOKENS = 48, 8, 90
@@ -266,52 +269,59 @@ def test_a_loader_without_samples_gives_no_window_in_tokens_as_in_samples():
     assert list(autoaccum.windows([], target_tokens=TOKENS)) == list(autoaccum.windows([], 4)) == []
 
 
-def flat(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+# --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loader", "shard_data"), [("own", False), ("in order", True)])
-def test_ranks_each_come_nearest_to_their_part_of_the_target_in_batches_of_their_own_or_dealt_out(
-    rank_pool, loader, shard_data
-):
+def padded_batches(*, shuffle=False):
+    return torch.utils.data.DataLoader(texts(*lengths_of(SAMPLES)), BATCH, shuffle=shuffle, collate_fn=padded)
+
+
+LOADERS = {
+    "in order": lambda rank, size, _: padded_batches(),
+    "shuffling": lambda rank, size, _: padded_batches(shuffle=True),
+    "own": lambda rank, size, _: loader_of(SAMPLES, BATCH)[rank::size],
+    "own, of unlike number": lambda rank, size, _: loader_of(SAMPLES, BATCH)[: 2 + rank],
+}
+
+
+def on_ranks(loader, *, dropout=0.0, **given):
+    options = {"target_batch": None, "target_tokens": TOKENS, "micro_batch": 5, "precision": "fp32"}
+    options |= {"make_loader": LOADERS[loader], "shard_data": not loader.startswith("own")} | given
+    return lambda *_: options | {"model": Causal(dropout=dropout)}
+
+
+def nearest_to_half_of_the_target(found):
     each = texts(*lengths_of(SAMPLES))
+    starts = [range(rank * BATCH, SAMPLES, 2 * BATCH) for rank in (0, 1)]
     of_rank = [
-        windows_by_tokens(
-            [text for at in range(rank * BATCH, SAMPLES, 2 * BATCH) for text in each[at : at + BATCH]], 45
-        )
-        for rank in range(2)
+        windows_by_tokens([text for at in those for text in each[at : at + BATCH]], TOKENS // 2) for those in starts
     ]
     windows = [one + other for one, other in itertools.zip_longest(*of_rank, fillvalue=[])]
-    expected = by_hand(windows)
-
-    answers = rank_pool.run(
-        "tokens:train", SAMPLES, BATCH, size=2, loader=loader, target_tokens=90, shard_data=shard_data
-    )
-
-    for found in answers:
-        assert found["samples"] == list(map(len, windows))
-        torch.testing.assert_close(found["parameters"], flat(expected), rtol=1e-12, atol=1e-12)
+    assert found[0]["samples"] == list(map(len, windows))
+    assert far(found[0]["parameters"], [one.detach() for one in by_hand(windows).parameters()]) <= FAR
 
 
-@pytest.mark.parametrize("shard_data", [True, False])
-def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(rank_pool, shard_data):
-    options = {"target_tokens": TOKENS, "drop_last": True, "shard_data": shard_data, "micro_batch": 5}
-    loader = "in order" if shard_data else "own, of unlike number"
-
-    one, other = rank_pool.run("tokens:train", SAMPLES, BATCH, size=2, loader=loader, **options)
-
-    assert one["samples"] == other["samples"]
-    assert torch.equal(one["parameters"], other["parameters"])
-    assert sum(one["samples"]) < SAMPLES
+def some_are_left_out(found):
+    assert sum(found[0]["samples"]) < SAMPLES
 
 
-def test_ranks_that_go_on_in_tokens_end_where_the_undisturbed_end(rank_pool, tmp_path):
-    options = {"size": 2, "loader": "shuffling", "target_tokens": TOKENS, "micro_batch": 5, "dropout": 0.2}
-    undisturbed = rank_pool.run("tokens:train", SAMPLES, BATCH, max_steps=7, **options)
-    rank_pool.run("tokens:train", SAMPLES, BATCH, max_steps=3, checkpoint=tmp_path, **options)
+ROWS = table(
+    __file__,
+    *(
+        Row(f"ranks each come nearest to their part of the target in batches {loader}",
+            on_ranks(loader, micro_batch="auto"), holds=expect.outcomes(nearest_to_half_of_the_target))
+        for loader in ("own", "in order")
+    ),
+    *(
+        Row(f"last windows that are too short are left out on all ranks, in batches {loader}",
+            on_ranks(loader, drop_last=True), holds=expect.outcomes(some_are_left_out))
+        for loader in ("in order", "own, of unlike number")
+    ),
+    Row("ranks that go on end where the undisturbed end", on_ranks("shuffling", dropout=0.2),
+        holds=expect.goes_on({"max_steps": 3}, {"max_steps": 7}, kept=3)),
+)  # fmt: skip
 
-    found = rank_pool.run("tokens:train", SAMPLES, BATCH, max_steps=7, checkpoint=tmp_path, **options)
 
-    assert all(one["resumed"] == 3 for one in found)
-    assert found[0]["samples"] == undisturbed[0]["samples"][3:]
-    assert all(torch.equal(one["parameters"], undisturbed[0]["parameters"]) for one in found)
+@pytest.mark.parametrize("row", ROWS)
+def test_ranks(rank_pool, row, tmp_path):
+    row.check(rank_pool, tmp_path)

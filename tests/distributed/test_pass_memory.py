@@ -6,7 +6,9 @@ from torch import nn
 
 import autoaccum
 from autoaccum._distributed.pass_memory import PassMemory
-from support.ranks.sharded_accumulating import Cached
+from support.ranks.cached import Cached
+from support.ranks.sharded import spread
+from support.ranks.training import net
 
 
 @pytest.fixture
@@ -100,5 +102,14 @@ def test_as_many_sizes_as_there_are_are_no_more_than_are_remembered(passes, devi
     assert asked(passes, device, 100) >= 1000  # what stands for those forgotten is larger
 
 
+def kept_back(rank, size):
+    """Return the bytes that a first pass asks for: of the largest layer in double precision."""
+    memory, found = autoaccum.Simulated("1GiB"), []
+    passes = PassMemory(memory, [spread(net(0))])
+    memory.ensure = found.append
+    passes.enter(1, has_gradients=False, is_least=False)
+    return found[0]
+
+
 def test_largest_layer_that_is_gathered_is_kept_back(rank_pool):
-    assert rank_pool.run("sharded_accumulating:kept_back", size=2) == [8 * (6 * 8 + 8)] * 2
+    assert rank_pool.run("distributed.test_pass_memory:kept_back", size=2) == [8 * (6 * 8 + 8)] * 2

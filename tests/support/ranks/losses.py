@@ -1,10 +1,7 @@
 """Losses of texts in many forms, and texts that show sooner or later, on all ranks or on one, what they count."""
 
-import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
-from support.ranks import sharded, training
 from support.ranks.training import texts, texts_of_one_length
 
 
@@ -16,7 +13,7 @@ def _counted(targets):
     return (targets != -100).sum()
 
 
-def _masked(outputs, targets):
+def masked(outputs, targets):
     return (outputs.abs().mean(2) * (targets != -100)).sum() / _counted(targets)
 
 
@@ -47,7 +44,7 @@ LOSSES = {
     "three means": lambda outputs, targets: {
         "tokens": _entropy(outputs, targets),
         "size": outputs.pow(2).mean(),
-        "masked": _masked(outputs, targets),
+        "masked": masked(outputs, targets),
     },
     "pair and mean": lambda outputs, targets: {
         "tokens": (_entropy(outputs, targets, reduction="sum"), _counted(targets)),
@@ -90,46 +87,3 @@ DATA = {
 
 def two_pairs(outputs, targets):
     return {name: pair(outputs, targets) for name, pair in PAIRS.items()}
-
-
-def with_a_class_on_one_rank(rank, size):
-    """Train on two pairs, of which the second counts a class that only the last samples of each window have."""
-    samples = [(inputs, torch.where(targets == 1, 0, targets)) for inputs, targets in texts(32)]
-    for at in range(7, 32, 8):
-        samples[at][1][0] = 1
-    return training.train(
-        rank, size, loss=two_pairs, data=samples, shard_data=size > 1, target_batch=8, micro_batch=2 if size > 1 else 8
-    )
-
-
-def of_one_token(rank, size):
-    """Train on windows in each of which a single token counts, on one of the ranks."""
-    samples = texts(32)
-    for at, (_, targets) in enumerate(samples):
-        targets[1 if at in (2, 15, 18, 27) else 0 :] = -100
-    arguments = {"target_batch": 8, "micro_batch": 4 if size > 1 else 8, "shard_data": size > 1}
-    return training.train(rank, size, loss=_masked, data=samples, **arguments)
-
-
-def evaluated(rank, size, loss, *, micro_batch, val_every, but=None, nothing_counts=slice(0)):
-    """Train and evaluate on texts of which a few show what the loss counts, to the ranks that have them."""
-    samples = texts_of_one_length(32, but)
-    for _, targets in samples[nothing_counts]:
-        targets.fill_(-100)
-    return training.train(
-        rank,
-        size,
-        loss=LOSSES[loss],
-        data=samples,
-        shard_data=size > 1,
-        target_batch=8,
-        micro_batch=micro_batch if size > 1 else 8,
-        epochs=2,
-        val_loader=DataLoader(texts_of_one_length(20, but=10), batch_size=3),
-        val_every=val_every,
-    )
-
-
-def train(rank, size, *, loss, data, is_sharded=False, **arguments):
-    module = sharded if is_sharded else training
-    return module.train(rank, size, loss=LOSSES[loss], data=DATA[data](), shard_data=size > 1, epochs=2, **arguments)

@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autoaccum
-from support.ranks import accumulating, sharded, training
+from support.ranks import loops, sharded, training
 
 
 @contextlib.contextmanager
@@ -60,29 +60,28 @@ def train(rank, size, folder, action="nothing", *, is_spread=False):
     loader = torch.utils.data.DataLoader(
         training.vectors(), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(7)
     )
-    training.seeded(rank)
     greedy = sharded.Greedy(most=1000)
+    model = training.net() if is_spread else training.net(seed=rank, dropout=0.3)
     if is_spread:
-        model = training.net()
         model.insert(2, greedy)
-        model = sharded.sharded(model)
-    else:
-        model = training.net(seed=rank, dropout=0.3)
-    options = {"optimizer": training.adam, "micro_batch": 6 if is_spread else 3, "epochs": 2, "shard_data": True}
-    options |= {"device": "cpu", "checkpoint": folder / "checkpoints", "checkpoint_every": 2}
-    result = autoaccum.fit(model, loader, 16, callbacks=[Ending(rank, folder, action, greedy)], **options)
-    whole = [one.full_tensor() if is_spread else one for one in model.parameters()]
-    numbers = [value for parameter in whole for value in parameter.flatten().tolist()]
-    return {"numbers": numbers, "from": result.resumed_from, "cuts": [one.micro_batches for one in result.history]}
+    options = {"target_batch": 16, "micro_batch": 6 if is_spread else 3, "epochs": 2, "shard_data": True}
+    options |= {"checkpoint": folder / "checkpoints", "checkpoint_every": 2, "optimizer": training.adam}
+    options |= {"callbacks": [Ending(rank, folder, action, greedy)], "make_loader": lambda *_: loader}
+    found = training.train(rank, size, model=model, is_spread=is_spread, **options)
+    return {"numbers": numbers_of(found["parameters"]), "from": found["resumed from"], "cuts": found["cuts"]}
+
+
+def numbers_of(parameters):
+    return [value for one in parameters for value in sharded.whole(one).flatten().tolist()]
 
 
 def loop(rank, size, folder, action="nothing"):
     """Train a model that is spread over ranks with an accumulator; PyTorch itself saves each step."""
     training.seeded(rank)
-    greedy, (loss, samples) = sharded.Greedy(most=1000), accumulating.LOSSES["module"]
+    greedy, (loss, samples) = sharded.Greedy(most=1000), loops.LOSSES["module"]
     model = training.net()
     model.insert(2, greedy)
-    model = sharded.sharded(model)
+    model = sharded.spread(model)
     optimizer = training.adam(model.parameters())
     accumulator = autoaccum.Accumulator(model, loss=loss, device="cpu", precision="fp32", micro_batch=6)
     saved = folder / "checkpoints"
@@ -102,12 +101,11 @@ def loop(rank, size, folder, action="nothing"):
             greedy.most = 3
         if step == 2 and rank == 1 and action == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        cuts.append(accumulator.backward(accumulating.part(samples, rank, size, step)).micro_batches)
+        cuts.append(accumulator.backward(loops.part(samples, rank, size, step)).micro_batches)
         optimizer.step()
         optimizer.zero_grad()
         distributed.checkpoint.save(state(), checkpoint_id=saved / f"{step + 1}")
-    numbers = [value for one in model.parameters() for value in one.full_tensor().flatten().tolist()]
-    return {"numbers": numbers, "from": last, "cuts": cuts}
+    return {"numbers": numbers_of(model.parameters()), "from": last, "cuts": cuts}
 
 
 def main(folder, action, kind=""):
