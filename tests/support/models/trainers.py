@@ -12,7 +12,7 @@ from support.models.tiny_transformers import tiny
 VOCABULARY, CLASSES = 40, 3
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 WIDTH = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-_OF_TRAINER = "compute_loss_func", "callbacks", "compute_metrics", "train_dataset"
+_OF_TRAINER = "compute_loss_func", "callbacks", "compute_metrics", "train_dataset", "eval_dataset", "data_collator"
 # 3 updates of 12, 12 and 2 samples, where nothing else is asked for.
 SETTINGS = {
     "per_device_train_batch_size": 12,
