@@ -6,18 +6,15 @@ from typing import NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.integrations.lightning import AutoAccumulate
-from support.data.small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
-from support.faults.modes import FailAt
+from support.data.small_samples import BATCH, CLASSES, vectors
+from support.frameworks.by_lightning import QUIET, VALUE_OF_PARTS, Classifier, Judged, fitted
 from support.models.small import a_few_of
 
 pytestmark = [
@@ -35,147 +32,9 @@ def nothing_remembered(monkeypatch):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
 
 
-class Classifier(pl.LightningModule):
-    """Lacks memory where more samples come at once than `most`, in training and in evaluation."""
-
-    def __init__(self, most=None, width=7):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, CLASSES)).double()
-        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
-        self.several = torchmetrics.MetricCollection(
-            [
-                torchmetrics.Precision("multiclass", num_classes=CLASSES, average="macro"),
-                torchmetrics.Recall("multiclass", num_classes=CLASSES, average="macro"),
-            ]
-        )
-        self.of_validation = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
-        self.most = most
-
-    def run_out(self, inputs):
-        if self.most is not None and len(inputs) > self.most:
-            raise torch.OutOfMemoryError("told to")
-
-    def forward(self, inputs):
-        return self.body(inputs)
-
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        outputs = self(inputs)
-        self.accuracy(outputs, targets)
-        self.several(outputs, targets)
-        self.run_out(inputs)  # after metrics have counted
-        loss = functional.cross_entropy(outputs, targets)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
-        self.log_dict(self.several, on_step=True, on_epoch=True)
-        self.log("samples", float(len(inputs)), reduce_fx="sum", on_step=True, on_epoch=True)
-        self.log_dict(
-            {"highest": outputs.max(), "right": (outputs.argmax(1) == targets).double().mean()},
-            reduce_fx="max",
-            on_step=True,
-            on_epoch=False,
-        )
-        self.log("share", (outputs.argmax(1) == 0).double().mean(), batch_size=len(inputs), on_epoch=True)
-        return {"loss": loss, "outputs": outputs.detach(), "mean": outputs.mean()}
-
-    def validation_step(self, batch, batch_idx):
-        inputs, targets = batch
-        outputs = self(inputs)
-        self.of_validation(outputs, targets)
-        self.run_out(inputs)
-        self.log("validation loss", functional.cross_entropy(outputs, targets))
-        self.log("validation accuracy", self.of_validation)
-        return outputs
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Judged(Classifier):
-    """Has metrics whose value for a batch is no mean over its parts, some of which need two samples."""
-
-    def __init__(self, most=None):
-        super().__init__(most)
-        self.needing_all = nn.ModuleDict(
-            {
-                "highest logit": torchmetrics.MaxMetric(),
-                "lowest logit": torchmetrics.MinMetric(),
-                "correlation": torchmetrics.PearsonCorrCoef(),
-                "two samples": torchmetrics.R2Score(),
-            }
-        )
-
-    def training_step(self, batch, batch_idx):
-        inputs = batch[0]
-        outputs = self(inputs)[:, 0].detach()
-        for name, metric in self.needing_all.items():
-            metric(outputs) if name.endswith("logit") else metric(outputs, inputs[:, 0])
-            self.log(name, metric, on_step=True, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-class Language(pl.LightningModule):
-    def __init__(self, most=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(WORDS, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, WORDS)
-        self.double()
-        self.most = most
-
-    def forward(self, words):
-        if self.most is not None and len(words) > self.most:
-            raise torch.OutOfMemoryError("told to")
-        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], dtype=self.head.weight.dtype)
-        return self.head(self.layer(self.words(words), src_mask=mask, is_causal=True))
-
-    def training_step(self, batch):
-        outputs, labels = self(batch["input_ids"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-        loss = functional.cross_entropy(outputs, labels)
-        self.log("loss", loss)
-        counts = labels != -100
-        self.log("right", (outputs.argmax(1) == labels)[counts].double().mean())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def sentences():
-    return [{"input_ids": one, "labels": two} for one, two in words_and_labels()]
-
-
 def auto_accumulate(**options):
     settings = {"device": autoaccum.Simulated("1GiB")}
     return AutoAccumulate(**(settings | options))
-
-
-QUIET = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
-def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, **options):
-    settings = QUIET | {
-        "max_epochs": epochs,
-        "logger": CSVLogger(folder, version=0) if folder else False,
-        "log_every_n_steps": 1,
-        "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
-        "num_sanity_val_steps": 0,
-    }
-    trainer = pl.Trainer(callbacks=list(callbacks), **(settings | options))
-    loader = DataLoader(data, batch_size=BATCH)
-    trainer.fit(module, loader, loader if validates else None, ckpt_path=checkpoint)
-    return trainer
 
 
 def assert_close(one, other, tolerance=1e-12):
@@ -186,11 +45,6 @@ def assert_close(one, other, tolerance=1e-12):
 def rows(folder):
     with next(folder.rglob("metrics.csv")).open() as file:
         return list(csv.DictReader(file))
-
-
-def without_values_of_parts(row):
-    """Leave out a maximum over means, which of parts is not that of the whole."""
-    return {name: value for name, value in row.items() if name != "right"}
 
 
 def assert_same_log(plain, other):
@@ -205,26 +59,14 @@ def assert_same_log(plain, other):
 # --- parameters and logs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "data"), [(Classifier, vectors), (Language, sentences)])
-def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
-    plain, other = kind(), kind(most=5)
-    fitted(plain, data())
-
-    callback = auto_accumulate()
-    trainer = fitted(other, data(), callback)
-
-    assert trainer.global_step == 3
-    assert_close(plain, other)
-
-
 def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
     fitted(Judged(), vectors(), folder=tmp_path / "plain", epochs=2, validates=True)
 
     fitted(Judged(most=5), vectors(), auto_accumulate(), folder=tmp_path / "auto_accumulate", epochs=2, validates=True)
 
-    plain, other = (
-        [without_values_of_parts(row) for row in rows(tmp_path / name)] for name in ("plain", "auto_accumulate")
-    )
+    plain, other = (rows(tmp_path / name) for name in ("plain", "auto_accumulate"))
+    for row in plain + other:
+        row.pop(VALUE_OF_PARTS)
     assert_same_log(plain, other)
     assert {"loss_step", "accuracy_epoch", "validation accuracy"} <= plain[0].keys()
 
@@ -295,17 +137,6 @@ def test_a_batch_size_that_depends_on_the_part_is_added_up_in_each_loader_by_its
     fitted(Weighing(), vectors(), folder=tmp_path / "plain")
     fitted(Weighing(), vectors(), auto_accumulate(micro_batch=4, loss_reduction="mean"), folder=tmp_path / "ours")
     assert_same_log(rows(tmp_path / "plain"), rows(tmp_path / "ours"))
-
-
-@pytest.mark.parametrize("batches", [2, 3])
-def test_batches_that_lightning_accumulates_are_added_up(batches):
-    plain, other = Classifier(), Classifier(most=5)
-    one = fitted(plain, vectors(), accumulate_grad_batches=batches, epochs=2)
-    two = fitted(other, vectors(), auto_accumulate(), accumulate_grad_batches=batches, epochs=2)
-
-    assert two.global_step == one.global_step
-    assert_close(plain, other)
-    assert float(two.callback_metrics["loss_epoch"]) == pytest.approx(float(one.callback_metrics["loss_epoch"]))
 
 
 class Ignoring(Classifier):
@@ -392,59 +223,6 @@ def test_outputs_given_to_callbacks_are_of_whole_batches():
     torch.testing.assert_close(other.seen, plain.seen)
 
 
-# --- lack of memory ---------------------------------------------------------------------------------------------------
-
-
-class Faults(pl.Callback):
-    """Fails at one operator of a backward pass of a batch, or of the module's validation step."""
-
-    def __init__(self, point, on, callback):
-        self.mode = FailAt(point)
-        self.on = on
-        self.callback = callback
-
-    def _within(self, function):
-        def failing(*arguments, **keywords):
-            with self.mode:
-                return function(*arguments, **keywords)
-
-        return failing
-
-    def on_train_start(self, trainer, module):
-        if self.on == "train":
-            accumulator = self.callback._training.accumulator
-            accumulator.backward = self._within(accumulator.backward)
-        else:
-            module.validation_step = self._within(module.validation_step)
-
-
-def faulty(point, tmp_path, on):
-    callback = auto_accumulate(micro_batch=6)
-    module, faults = Judged(), Faults(point, on, callback)
-    trainer = fitted(module, vectors(), callback, faults, folder=tmp_path / f"{point}", validates=True)
-    return module, trainer, faults
-
-
-@pytest.mark.parametrize("on", ["train", "validation"])
-@pytest.mark.parametrize("runs", [2, pytest.param(60, marks=pytest.mark.sweep)])
-def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, runs, tmp_path):
-    plain = Judged()
-    fitted(plain, vectors(), folder=tmp_path / "plain", validates=True)
-    expected = [without_values_of_parts(row) for row in rows(tmp_path / "plain")]
-    _, _, faults = faulty(0, tmp_path, on)
-    operators, hits = faults.mode.count, 0
-    points = range(1, operators + 1, max(1, operators // runs))
-
-    for point in points:
-        module, trainer, faults = faulty(point, tmp_path, on)
-        hits += faults.mode.hits
-        assert trainer.global_step == 3
-        assert_close(plain, module)
-        assert_same_log(expected, [without_values_of_parts(row) for row in rows(tmp_path / f"{point}")])
-
-    assert hits == len(points)
-
-
 # --- what stays Lightning's -------------------------------------------------------------------------------------------
 
 
@@ -462,17 +240,6 @@ def test_clipping_and_early_stopping_work_as_without_it():
     assert_close(plain, other)
 
 
-def test_training_resumes_from_lightnings_checkpoint(tmp_path):
-    plain, first, second = Classifier(), Classifier(most=5), Classifier(most=5)
-    fitted(plain, vectors(), epochs=4)
-    fitted(first, vectors(), auto_accumulate(), ModelCheckpoint(tmp_path, save_last=True), epochs=2)
-
-    trainer = fitted(second, vectors(), auto_accumulate(), epochs=4, checkpoint=tmp_path / "last.ckpt")
-
-    assert trainer.global_step == 12
-    assert_close(plain, second)
-
-
 class Single(Classifier):
     def __init__(self, most=None):
         super().__init__(most)
@@ -480,27 +247,6 @@ class Single(Classifier):
 
     def training_step(self, batch, batch_idx):
         return super().training_step([batch[0].float(), batch[1]], batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # PyTorch 2.8, where an update is skipped
-@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
-def test_half_precision_and_its_scaler_are_lightnings_own(name):
-    def trained(most, *callbacks):
-        scaler = None
-        if name == "16-mixed":  # whose first scale overflows, so that update is skipped
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2.0**-16, growth_interval=2)
-        module, types = Single(most), set()
-        module.body.register_forward_hook(lambda *a: types.add(a[2].dtype))
-        fitted(module, vectors(), *callbacks, plugins=[MixedPrecision(name, "cpu", scaler)], gradient_clip_val=1.0)
-        return module, types, None if scaler is None else scaler.state_dict()
-
-    plain, types, scale = trained(None)
-    other, others, other_scale = trained(5, auto_accumulate())
-
-    assert others == types == {torch.bfloat16 if name == "bf16-mixed" else torch.float16}
-    assert scale == other_scale
-    assert scale is None or scale["scale"] == 512.0
-    assert_close(plain, other, 5e-2 if scale is None else 2e-3)
 
 
 class Logging(Single):
@@ -738,17 +484,6 @@ def test_a_batch_size_that_may_be_a_constant_or_a_samples_is_refused():
         fitted(Constant(most=1), vectors(), auto_accumulate())
 
 
-class OwnLogger(Classifier):
-    def training_step(self, batch, batch_idx):
-        self.logger.log_metrics({"batch": batch_idx})
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_logger_called_in_a_step_is_refused(tmp_path):
-    with pytest.raises(autoaccum.InvalidInputError, match=r"log_metrics .* not once a batch; use self.log, or"):
-        fitted(OwnLogger(), vectors(), auto_accumulate(), folder=tmp_path)
-
-
 class Lossless(Classifier):
     def training_step(self, batch, batch_idx):
         return {"error": self.body(batch[0]).mean()}
@@ -778,31 +513,3 @@ def test_batch_size_finder_is_refused():
 def test_what_cannot_save_memory_in_the_module_is_refused():
     with pytest.raises(autoaccum.errors.InvalidInputError, match="no repeated blocks"):
         fitted(Classifier(), vectors(), auto_accumulate(save_memory="checkpoint"))
-
-
-@pytest.mark.parametrize("kind", ["FSDPStrategy", "DeepSpeedStrategy"])
-def test_strategies_that_divide_the_model_are_refused_by_name(kind):
-    strategy = object.__new__(getattr(pl.strategies, kind))
-    trainer = pl.Trainer(**QUIET)
-    trainer._accelerator_connector.strategy = strategy
-
-    with pytest.raises(autoaccum.errors.InvalidInputError, match=f"{kind}.*find_executable_micro_batch.*autoaccum run"):
-        auto_accumulate().setup(trainer, Classifier(), "fit")
-
-
-# --- several ranks ----------------------------------------------------------------------------------------------------
-
-
-def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(rank_pool):
-    (alone,) = rank_pool.run("adapters:lightning", size=1, is_ours=False)
-
-    found = rank_pool.run("adapters:lightning", size=2, most={1: 2})
-
-    assert [one["steps"] for one in found] == [6, 6]
-    assert all(map(torch.equal, found[0]["parameters"], found[1]["parameters"]))
-    assert (found[0]["sizes"][-1], found[1]["sizes"][-1]) == ((6,), (2, 2, 2))
-    for mine, whole in zip(found[0]["parameters"], alone["parameters"], strict=True):
-        torch.testing.assert_close(mine, whole, rtol=0, atol=1e-12)
-    assert found[0]["logged"] == found[1]["logged"]
-    assert found[0]["logged"]["samples"] == 12
-    assert found[0]["logged"]["right"] == pytest.approx(alone["logged"]["right"])

@@ -1,7 +1,6 @@
 """Transformers' trainer computes the gradient of its whole batch, whatever fits at once and whatever fails."""
 
 import contextlib
-import math
 import pickle
 from collections.abc import Sized
 
@@ -16,12 +15,8 @@ pytest.importorskip("accelerate")
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import autoaccum  # noqa: E402
-from autoaccum._training.accumulator import Accumulator  # noqa: E402
-from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa: E402
 from autoaccum.integrations.transformers import auto_accumulate  # noqa: E402
-from support.faults.modes import FailAt  # noqa: E402
 from support.models.trainers import MODELS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
-from support.ranks.launcher import found_by_ranks  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -131,68 +126,6 @@ def test_options_of_the_trainer_work_as_without(tmp_path, options):
     assert_same(trained(cut(), tmp_path, **options), trained(Trainer, tmp_path, **options), rounding)
 
 
-def test_half_precision_is_that_of_the_trainer(tmp_path):
-    casts = []
-
-    class Watching(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, inputs):
-            casts.append(torch.is_autocast_enabled("cpu"))
-            return self.inner(inputs)
-
-    model = model_of("gpt2").float()
-    model.lm_head = Watching(model.lm_head)
-    ours = trained(cut(), tmp_path, model=model, bf16=True, optim="sgd")
-    theirs = trained(Trainer, tmp_path, model=model, bf16=True, optim="sgd")
-
-    assert casts
-    assert all(casts)
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=2e-2)
-    assert history(ours)[0]["loss"] == pytest.approx(history(theirs)[0]["loss"], rel=5e-3)
-
-
-def in_fp16(trainer):
-    """A trainer class whose accelerator is what it makes for fp16 on a GPU, which alone it makes it for."""
-
-    class InFp16(trainer):
-        def create_accelerator_and_postprocess(self):
-            super().create_accelerator_and_postprocess()
-            accelerator = self.accelerator
-            accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
-            # The first scale overflows.
-            accelerator.scaler = torch.amp.GradScaler(
-                "cpu", init_scale=2.0**24, backoff_factor=2.0**-8, growth_interval=2
-            )
-
-    return InFp16
-
-
-@pytest.mark.parametrize("most", [3, pytest.param(12, marks=pytest.mark.sweep)])
-def test_fp16_is_scaled_as_by_the_trainer_whichever_operator_lacks_memory(tmp_path, monkeypatch, most):
-    """An update that overflows is skipped, and memory that runs out in it, or in another, is not taken for that."""
-    options = {"model": model_of("bert").float(), "samples": 48, "optim": "sgd", "learning_rate": 0.1}
-
-    def run(*points):
-        with monkeypatch.context() as patch:
-            mode = failing(patch, Accumulator, "backward", points)
-            return mode, trained(in_fp16(cut()), tmp_path, "bert", **options)
-
-    theirs = trained(in_fp16(Trainer), tmp_path, "bert", **options)
-    whole, ours = run()
-    assert theirs.accelerator.scaler.get_scale() == 2.0**17
-    for mode, one in [(whole, ours), *map(run, list(points_of(whole.count, most))[1:])]:
-        assert mode is whole or mode.hits
-        assert one.accelerator.scaler.state_dict() == theirs.accelerator.scaler.state_dict()
-        torch.testing.assert_close(weights(one), weights(theirs), rtol=0.0, atol=1e-4)
-        first, *others = zip(history(one)[:-1], history(theirs)[:-1], strict=True)
-        assert not math.isfinite(first[0].pop("grad_norm") + first[1].pop("grad_norm"))
-        for mine, other in [first, *others]:
-            assert mine == pytest.approx(other, rel=1e-3)
-
-
 @pytest.mark.parametrize("memory", ["chunked_loss", "checkpoint:GPT2Block", "auto"])
 def test_what_saves_memory_changes_nothing_but_rounding(tmp_path, memory):
     ours = trained(cut(save_memory=memory), tmp_path, "gpt2")
@@ -200,62 +133,6 @@ def test_what_saves_memory_changes_nothing_but_rounding(tmp_path, memory):
 
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=1e-7)
     assert ours.state.global_step == theirs.state.global_step
-
-
-# --- memory that runs out ---------------------------------------------------------------------------------------------
-
-
-def failing(monkeypatch, kind, method, points):
-    """Let operators fail within a method; the operators are counted over all its calls."""
-    mode, plain = FailAt(*points), getattr(kind, method)
-
-    def with_faults(*args, **kwargs):
-        with mode:
-            return plain(*args, **kwargs)
-
-    monkeypatch.setattr(kind, method, with_faults)
-    return mode
-
-
-def points_of(count, most):
-    return range(1, count + 1, max(1, count // most))
-
-
-SHARES = [pytest.param(2, id="a few"), pytest.param(6, id="more", marks=pytest.mark.sweep)]
-
-
-@pytest.mark.parametrize("most", SHARES)
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_memory_that_runs_out_in_training_changes_nothing(tmp_path, monkeypatch, name, most):
-    theirs = trained(Trainer, tmp_path, name, samples=24)
-    with monkeypatch.context() as patch:
-        whole = failing(patch, Accumulator, "backward", ())
-        trained(cut(), tmp_path, name, samples=24)
-    for point in points_of(whole.count, most):
-        with monkeypatch.context() as patch:
-            mode = failing(patch, Accumulator, "backward", (point, point + whole.count // 3))
-            ours = trained(cut(), tmp_path, name, samples=24)
-        assert mode.hits
-        assert_same(ours, theirs)
-
-
-@pytest.mark.parametrize("most", SHARES)
-def test_memory_that_runs_out_in_evaluation_cuts_it_and_changes_nothing(tmp_path, monkeypatch, most):
-    def run(trainer):
-        return trained(trainer, tmp_path, "bert", samples=12, eval_strategy="epoch", compute_metrics=counted)
-
-    def counted(predictions):
-        return {"shape": sum(predictions.predictions.shape), "sum": float(predictions.predictions.sum())}
-
-    theirs = run(Trainer)
-    with monkeypatch.context() as patch:
-        whole = failing(patch, EvaluationInParts, "run", ())
-        run(cut())
-    for point in points_of(whole.count, most):
-        with monkeypatch.context() as patch:
-            mode = failing(patch, EvaluationInParts, "run", (point, point + whole.count))
-            assert_same(run(cut()), theirs)
-        assert mode.hits
 
 
 def greedy(module, inputs, named):
@@ -369,56 +246,6 @@ def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
         ours.evaluate()
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
-    return found_by_ranks("trainer.py", tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["cut", "accumulated", "own tokens", "failing"])
-def test_ranks_end_with_the_parameters_of_the_trainer_whichever_lacks_memory(of_ranks, run):
-    first, second = (found["gpt2", run] for found in of_ranks)
-    plain = of_ranks[0]["gpt2", "plain"]
-
-    assert torch.equal(first[0], second[0])
-    torch.testing.assert_close(first[0], plain[0], rtol=0.0, atol=1e-11)
-    if run in ("cut", "failing"):  # the others count steps, or tokens, otherwise
-        for mine, other in zip(first[1], plain[1], strict=True):
-            assert mine == pytest.approx(other, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_model_that_ignores_the_number_of_items_has_the_gradient_of_one_process_on_ranks(of_ranks, tmp_path):
-    """The trainer multiplies its loss by the number of ranks."""
-    whole = trained(Trainer, tmp_path, "bert", samples=24)
-    (found, log), (other, _) = (ranks["bert", "failing"] for ranks in of_ranks)
-
-    assert torch.equal(found, other)
-    torch.testing.assert_close(found, weights(whole), rtol=0.0, atol=1e-11)
-    assert log[0]["loss"] == pytest.approx(history(whole)[0]["loss"], rel=1e-6)
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["float64", "fp16"])
-def test_training_that_is_resumed_from_the_trainers_checkpoint_ends_as_one_that_was_not(tmp_path, half):
-    kind, model = (in_fp16(cut()), model_of("gpt2").float()) if half else (cut(), None)
-    options = {"save_strategy": "steps", "save_steps": 2, "samples": 36, "num_train_epochs": 2, "model": model}
-    whole = trained(kind, tmp_path / "whole", **options)
-    resumed = trained(kind, tmp_path / "resumed", resume=str(tmp_path / "whole/checkpoint-2"), **options)
-
-    assert torch.equal(weights(resumed), weights(whole))
-    assert len(history(resumed)) == len(history(whole))
-    for mine, other in zip(history(resumed)[:-1], history(whole)[:-1], strict=True):
-        assert mine == pytest.approx(other, rel=0.0, abs=0.0, nan_ok=True)
-    if half:
-        assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
-
-
 def test_trainer_can_train_twice(tmp_path):
     ours, theirs = trained(cut(), tmp_path, samples=12), trained(Trainer, tmp_path, samples=12)
     for trainer in (ours, theirs):
@@ -493,20 +320,6 @@ def test_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path):
     trainer.args.optim = "lomo"
 
     with pytest.raises(autoaccum.InvalidInputError, match="'lomo' steps in the backward pass"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("strategy", ["DEEPSPEED", "FSDP"])
-def test_strategies_that_reduce_in_the_backward_pass_are_refused(tmp_path, monkeypatch, strategy):
-    from accelerate.utils import DistributedType  # noqa: PLC0415
-
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    trainer = cut()(model=model_of("gpt2"), args=args, train_dataset=rows_of("gpt2", 4))
-    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType[strategy])
-
-    with pytest.raises(
-        autoaccum.InvalidInputError, match=f"trains with {strategy}.*find_executable_micro_batch.*autoaccum run"
-    ):
         trainer.train()
 
 
@@ -607,17 +420,6 @@ def test_numbers_beside_the_loss_are_logged_once_an_optimizer_step(tmp_path):
     found = [[entry for entry in history(one) if "right" in entry] for one in (whole, ours)]
     assert len(found[0]) == 3
     assert found[1] == [pytest.approx(entry) for entry in found[0]]
-
-
-class Logging(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **_):
-        self.log({"now": 1.0})
-        return super().compute_loss(model, inputs, return_outputs)
-
-
-def test_a_log_within_the_loss_is_refused(tmp_path):
-    with pytest.raises(autoaccum.InvalidInputError, match=r"Trainer.log .* not once a batch; .*last_backward.losses"):
-        trained(cut(Logging), tmp_path)
 
 
 def losses_of(trainer):

@@ -27,18 +27,18 @@ def states_of_its_own(job):
 
     It gives FSDP to accelerators alone. Tensors stay on the host.
     """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    os.environ |= {"ACCELERATE_USE_CPU": "1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_IPEX": "false"}
+    given = {"ACCELERATE_USE_CPU": "1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_IPEX": "false"}
     if job.size > 1:
-        values = (f"{job.rank}", f"{job.rank}", f"{job.size}", "localhost", "1")
-        os.environ |= dict(zip(names, values, strict=True))
+        given |= {"RANK": f"{job.rank}", "LOCAL_RANK": f"{job.rank}", "WORLD_SIZE": f"{job.size}"}
+        given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     forget()  # what an earlier training has left
-    if job.shards:
-        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    try:
-        yield
-    finally:
-        forget()
+    with mock.patch.dict(os.environ, given):
+        if job.shards:
+            PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        try:
+            yield
+        finally:
+            forget()
 
 
 def forget():
@@ -69,6 +69,33 @@ def in_fp16(accelerator, scaler):
     accelerator.state._mixed_precision, accelerator.native_amp, accelerator.scaler = "fp16", True, scaler
 
 
+def gradient_of(job, accelerator, model, *, logs):
+    """A function that computes a batch's gradient, and returns its loss and how it was cut."""
+
+    def closure(batch):
+        loss = job.loss_of(model(batch[0]), batch[1])  # of the prepared model, whose forward would wait for others
+        if logs:
+            accelerator.log({"loss": loss.item()})
+        return loss
+
+    def by_itself(batch):
+        loss = closure(batch)
+        accelerator.backward(loss)
+        return loss.item(), None
+
+    def by_ours(batch):
+        try:
+            report = backward(batch)
+        finally:
+            assert "log" not in vars(accelerator)
+        return report.loss, report.micro_batches
+
+    if job.ours is None:
+        return by_itself
+    backward = auto_accumulate(accelerator, model, closure=closure, **job.options)
+    return by_ours
+
+
 def train(job, refused=None, logs=False):
     with states_of_its_own(job):
         accelerator, model = accelerator_of(job), job.network()
@@ -79,15 +106,7 @@ def train(job, refused=None, logs=False):
             model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
         if refused is not None:
             accelerator.state.distributed_type = DistributedType[refused]
-
-        def closure(batch):
-            loss = job.loss_of(model(batch[0]), batch[1])  # of the prepared model, whose forward would wait for others
-            if logs:
-                accelerator.log({"loss": loss.item()})
-            return loss
-
-        if job.ours is not None:
-            backward = auto_accumulate(accelerator, model, closure=closure, **job.options)
+        gradient = gradient_of(job, accelerator, model, logs=logs)
         done = 0
         if job.resumes:
             done = max(int(path.name) for path in Path(job.folder).iterdir())
@@ -97,25 +116,14 @@ def train(job, refused=None, logs=False):
         for number, batch in itertools.islice(enumerate(batches, 1), done, None):
             job.begin_step(number)
             with accelerator.accumulate(model):
-                if job.ours is None:
-                    loss = closure(batch)
-                    accelerator.backward(loss)
-                    loss = loss.item()
-                else:
-                    try:
-                        report = backward(batch)
-                    finally:
-                        assert "log" not in vars(accelerator)
-                    loss = report.loss
-                    cuts.append(report.micro_batches)
+                loss, cut = gradient(batch)
                 norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            log.append({"loss": loss, "rate": scheduler.get_last_lr()[0]})
-            log[-1]["gathered"] = len(accelerator.gather_for_metrics(batch[1]))
-            if norm is not None:
-                log[-1]["norm"] = float(norm)
+            cuts.append(cut)
+            gathered = len(accelerator.gather_for_metrics(batch[1]))
+            log.append({"loss": loss, "norm": float(norm), "rate": scheduler.get_last_lr()[0], "gathered": gathered})
             if job.folder is not None:
                 accelerator.save_state(f"{job.folder}/{number}")
         scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
@@ -126,7 +134,7 @@ def train(job, refused=None, logs=False):
 def compiled(rank, size):
     """Return what is said of a model that Accelerate compiles around DistributedDataParallel, and if that is left."""
     job = Job(rank, size, compiles="framework")
-    with mock.patch.dict(os.environ), states_of_its_own(job):
+    with states_of_its_own(job):
         accelerator = accelerator_of(job)
         model = accelerator.prepare(Net())
         inner = model._orig_mod

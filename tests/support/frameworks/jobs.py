@@ -20,7 +20,7 @@ from support.data.small_samples import BATCH, CLASSES, WORDS
 from support.faults.modes import FailAt
 from support.ranks.sharded import whole
 
-FRAMEWORKS = ("accelerate", "lightning", "trainer")
+TASKS = ("vectors", "ignored", "words")
 
 
 class EndedError(Exception):
@@ -34,7 +34,8 @@ class Job:
     Attributes:
         folder: Where the framework saves its state after each step (Lightning: each epoch).
         ours: Arguments of the adapter; None trains as the framework does by itself.
-        task: "vectors" and "words" of `small_samples`; "ignored" are vectors of which some do not count.
+        task: "vectors" and "words" of `small_samples`; "ignored" are vectors of which some do not count. Trainers
+            have more.
         batch: Samples of a batch, of all ranks together.
         accumulates: Batches that the framework accumulates for an update.
         evaluates: Whether it evaluates after each epoch.
@@ -180,7 +181,6 @@ def train(rank, size, framework, **asked):
     """Train by a framework; return parameters, the log, and what else is recorded: "steps", "cuts", "scaler"."""
     job = Job(rank, size, **asked)
     with contextlib.ExitStack() as within:
-        within.enter_context(mock.patch.dict(os.environ))  # frameworks set variables
         if size > 1:
             warnings.simplefilter("ignore")
         by = importlib.import_module(f"support.frameworks.by_{framework}")
@@ -213,4 +213,3 @@ def alone(framework, **asked):
 def on_ranks(answers, framework, *, size=2, **asked):
     """What each of some ranks has found; `answers` is a pool's `run` or `answers`."""
     return answers("support.frameworks.jobs:train", framework, size=size, **asked)
-

@@ -12,7 +12,7 @@ from support.models.tiny_transformers import tiny
 VOCABULARY, CLASSES = 40, 3
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 WIDTH = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-_OF_TRAINER = "compute_loss_func", "callbacks", "compute_metrics", "train_dataset", "eval_dataset", "data_collator"
+_OF_TRAINER = "compute_loss_func", "compute_metrics", "train_dataset", "eval_dataset", "data_collator"
 # 3 updates of 12, 12 and 2 samples, where nothing else is asked for.
 SETTINGS = {
     "per_device_train_batch_size": 12,
@@ -89,12 +89,15 @@ def padded(sequences, value):
     return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
 
 
-def trained(trainer, folder, name="gpt2", *, model=None, samples=26, resume=None, **options):
-    """A trainer that has trained: 3 updates of 12, 12 and 2 samples, if not told otherwise."""
+def trained(trainer, folder, name="gpt2", *, model=None, network=None, samples=26, resume=None, **options):
+    """A trainer that has trained a network, or a copy of a model.
+
+    It makes 3 updates of 12, 12 and 2 samples, if not told otherwise.
+    """
     rows = rows_of(name, samples)
     given = {key: options.pop(key) for key in _OF_TRAINER if key in options}
     made = trainer(
-        model=copy.deepcopy(model or model_of(name)),
+        model=network or copy.deepcopy(model or model_of(name)),
         args=TrainingArguments(str(folder), **(SETTINGS | options)),
         **({"train_dataset": rows, "eval_dataset": rows[:13], "data_collator": collated} | given),
     )

@@ -65,6 +65,7 @@ class _Member:
         own = {
             "AUTOACCUM_RANK_TIMEOUT_S": "20",
             "AUTOACCUM_CACHE_DIR": "",
+            "HF_HUB_OFFLINE": "1",
             "WARM_IMPORTS": "torchmetrics.classification",
         }
         own["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
