@@ -11,12 +11,12 @@ import torch
 
 import autoaccum
 from support.frameworks import by_lightning
-from support.frameworks.jobs import EndedError, alone, on_ranks
+from support.frameworks.jobs import FRAMEWORKS, EndedError, alone, on_ranks
 from support.models.small import WITHOUT_WARNINGS
 from support.ranks.training import FAR
 
 pytestmark = [WITHOUT_WARNINGS, pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")]
-EVERY = pytest.mark.parametrize("by", ["accelerate", "lightning", "trainer"])
+EVERY = pytest.mark.parametrize("by", FRAMEWORKS)
 # PyTorch 2.8 adds up the norms of shards in float32, by which frameworks clip.
 CLIPPED = FAR if torch.__version__ >= "2.9" else 1e-6
 
@@ -65,6 +65,10 @@ def test_updates_logs_and_evaluations_are_those_of_whole_batches(by, task):
     assert max(map(max, found["cuts"])) <= 5
 
 
+def points_of(count, most):
+    return range(1, count + 1, max(1, count // most))
+
+
 def counted(predictions):
     return {"shape": sum(predictions.predictions.shape), "sum": float(predictions.predictions.sum())}
 
@@ -72,7 +76,7 @@ def counted(predictions):
 JUDGED = {"kind": by_lightning.Judged}
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(15, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("most", [None, pytest.param(60, marks=pytest.mark.sweep)])
 @rows(
     row("accelerate", place="training"),
     row("lightning", place="training", further=JUDGED, ours={"micro_batch": 6}),
@@ -86,7 +90,7 @@ def test_memory_that_runs_out_at_any_operator_changes_neither_parameters_nor_the
     whole, calm = alone(by, **job | {"ours": None}), alone(by, **job, fails={place: ()})
     count = calm["operators"][place]
 
-    for point in range(1, count + 1, max(1, count // most)):
+    for point in points_of(count, most or (15 if by == "accelerate" else 2)):
         points = (point, point + count // 3) if by == "trainer" else (point,)
         found = alone(by, **job, fails={place: points})
         assert found["hits"]
@@ -116,9 +120,8 @@ def test_half_precision_and_its_scaler_are_the_frameworks_own(by, half, rounding
 @pytest.mark.parametrize("most", [3, pytest.param(12, marks=pytest.mark.sweep)])
 def test_memory_that_runs_out_in_fp16_is_not_taken_for_an_overflow(by, most):
     whole, calm = alone(by, half="fp16", ours=None), alone(by, half="fp16", fails={"training": ()})
-    count = calm["operators"]["training"]
 
-    for point in range(1, count + 1, max(1, count // most)):
+    for point in points_of(calm["operators"]["training"], most):
         found = alone(by, half="fp16", fails={"training": (point,)})
         assert found["hits"] == 1
         assert_same(found, whole, 1e-3)

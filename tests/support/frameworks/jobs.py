@@ -7,8 +7,10 @@ import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -20,6 +22,11 @@ from support.data.small_samples import BATCH, CLASSES, WORDS
 from support.faults.modes import FailAt
 from support.ranks.sharded import whole
 
+# For `parametrize`; a framework that is not there is skipped.
+FRAMEWORKS = [
+    pytest.param(name, marks=pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}"))
+    for name, package in {"accelerate": "accelerate", "lightning": "lightning", "trainer": "transformers"}.items()
+]
 TASKS = ("vectors", "ignored", "words")
 
 
