@@ -1,7 +1,5 @@
 """What `auto_accumulate` refuses in Accelerate's loops alone; `test_contract.py` has what holds of all frameworks."""
 
-import re
-
 import pytest
 from accelerate import Accelerator
 
@@ -14,9 +12,3 @@ from support.frameworks.jobs import Job, Net, cross_entropy
 def test_a_model_that_is_not_prepared_is_refused():
     with by_accelerate.states_of_its_own(Job()), pytest.raises(autoaccum.errors.InvalidInputError, match="prepare"):
         auto_accumulate(Accelerator(cpu=True), Net(), loss=cross_entropy)
-
-
-def test_a_model_that_is_compiled_around_its_wrapper_is_refused_and_left_as_it_is(rank_pool):
-    for said, is_left in rank_pool.run("support.frameworks.by_accelerate:compiled", size=2):
-        assert re.search(r"DistributedDataParallel.* model\.compile\(\)", said)
-        assert is_left

@@ -204,7 +204,7 @@ AS_WHOLE = {"shards": None, "most": None, "fails": {}, "compiles": None, "batch"
     row("accelerate", **LACKING),
     row("accelerate", **LACKING, compiles="inside"),
     row("lightning", **LACKING),
-    row("lightning", "slow", **LACKING, compiles="inside"),
+    row("lightning", "slow", **LACKING, compiles="framework"),
     row("trainer", "slow", **LACKING),
     row("trainer", "slow", task="gpt2", fails={"training": (700,), "evaluation": (20, 60)}, evaluates=True),
     row("trainer", "slow", task="bert", fails={"training": (700,)}),  # by itself a mean of the ranks' means
@@ -230,6 +230,13 @@ def test_ranks_end_with_the_parameters_of_one_process_whichever_lacks_memory(by,
         assert_same_log(found[0]["log"], plain[0]["log"], rel=1e-6, abs=1e-9)
     for name, value in found[0].get("state", {}).items():
         assert name != "body.0.weight" or value == found[0]["parameters"][0].tolist()
+
+
+@rows(row("accelerate"), row("trainer", "slow"))
+def test_model_that_the_framework_compiles_around_its_wrapper_is_refused_and_left_as_it_is(by, given, rank_pool):
+    for one in on_ranks(rank_pool.answers, by, compiles="framework", **RANKED):
+        assert isinstance(one, autoaccum.InvalidInputError), one
+        assert re.search(r"DistributedDataParallel.* model\.compile\(\)", str(one))
 
 
 @pytest.mark.slow  # a rank is killed, and imports anew what it needs
@@ -265,11 +272,26 @@ def test_all_ranks_end_where_one_lacks_memory_within_a_pass_that_they_share(by, 
     assert [type(one) for one in found] == [autoaccum.StartAgainError] * 2, found
 
 
+@pytest.mark.slow  # the other waits for 5 s
+@pytest.mark.parametrize("by", ["lightning", "trainer"])
+def test_evaluation_of_a_model_that_ranks_share_is_cut_on_no_rank_alone(by, rank_pool):
+    job = RANKED | {"shards": "full", "evaluates": True, "ours": {"micro_batch": 3}}
+
+    first, second = on_ranks(rank_pool.answers, by, **job, most={1: 4}, wait_s=5)
+
+    assert isinstance(second, torch.OutOfMemoryError), second  # the framework's own
+    assert isinstance(first, Exception), first
+
+
 @rows(
-    row("accelerate", strategy={"fsdp_version": 1}),
-    row("lightning", strategy={"data_parallel_size": 1, "tensor_parallel_size": 2}),
+    row("accelerate", said="FSDP", strategy={"fsdp_version": 1}),
+    row(
+        "lightning",
+        said=r"ModelParallelStrategy\(tensor_parallel_size=2\)",
+        strategy={"data_parallel_size": 1, "tensor_parallel_size": 2},
+    ),
 )
 def test_parallelism_that_shares_samples_or_reduces_in_each_pass_is_refused(by, given, rank_pool):
-    for one in on_ranks(rank_pool.answers, by, **RANKED, shards="full", **given):
+    for one in on_ranks(rank_pool.answers, by, **RANKED, shards="full", strategy=given["strategy"]):
         assert isinstance(one, autoaccum.InvalidInputError), one
-        assert re.search("find_executable_micro_batch.*autoaccum run", str(one))
+        assert re.search(f"{given['said']}.*find_executable_micro_batch.*autoaccum run", str(one))

@@ -9,12 +9,10 @@ from unittest import mock
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
-from torch import nn
 from torch.utils.data import DataLoader
 
-from autoaccum import Accumulator, InvalidInputError
+from autoaccum import Accumulator
 from autoaccum.integrations.accelerate import auto_accumulate
-from support.frameworks.jobs import Job, Net, cross_entropy
 from support.ranks.sharded import whole
 
 PLACES = {"training": (Accumulator, "backward")}
@@ -92,7 +90,11 @@ def gradient_of(job, accelerator, model, *, logs):
 
     if job.ours is None:
         return by_itself
-    backward = auto_accumulate(accelerator, model, closure=closure, **job.options)
+    compiled = getattr(model, "_orig_mod", None)
+    try:
+        backward = auto_accumulate(accelerator, model, closure=closure, **job.options)
+    finally:
+        assert getattr(model, "_orig_mod", None) is compiled
     return by_ours
 
 
@@ -129,17 +131,3 @@ def train(job, refused=None, logs=False):
         scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
         state = {name: whole(value).tolist() for name, value in accelerator.get_state_dict(model).items()}
         return job.record(model, log=log, cuts=cuts, steps=number, scaler=scaler, state=state)
-
-
-def compiled(rank, size):
-    """Return what is said of a model that Accelerate compiles around DistributedDataParallel, and if that is left."""
-    job = Job(rank, size, compiles="framework")
-    with states_of_its_own(job):
-        accelerator = accelerator_of(job)
-        model = accelerator.prepare(Net())
-        inner = model._orig_mod
-        try:
-            auto_accumulate(accelerator, model, loss=cross_entropy, **job.options)
-        except InvalidInputError as error:
-            return str(error), isinstance(inner, nn.parallel.DistributedDataParallel) and model._orig_mod is inner
-    return "", False
