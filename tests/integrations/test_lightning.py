@@ -68,7 +68,7 @@ def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
     for row in plain + other:
         row.pop(VALUE_OF_PARTS)
     assert_same_log(plain, other)
-    assert {"loss_step", "accuracy_epoch", "validation accuracy"} <= plain[0].keys()
+    assert {"loss_step", "accuracy_epoch", "validation accuracy_epoch"} <= plain[0].keys()
 
 
 class Constant(Classifier):

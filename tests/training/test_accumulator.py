@@ -1,6 +1,7 @@
 """The gradient of a batch is added to `.grad` once, whatever micro-batches it took and whatever failed in between."""
 
 import copy
+import os
 import subprocess
 from contextlib import suppress
 
@@ -12,10 +13,11 @@ from torch.nn import functional
 import autoaccum
 from autoaccum._sizing.cache import Key  # an entry of the cache
 from support.faults.modes import FailAt, InterruptAt
+from support.frameworks.jobs import FRAMEWORKS
 from support.models.small import a_few_of, assert_bitwise, state_of
 from support.processes import fork_server
-from support.processes.folders import SUPPORT
-from support.training.starts import Start, Wide, rows
+from support.processes.folders import SUPPORT, TESTS
+from support.training.starts import Wide, rows, started
 
 SAMPLES, CLASSES = 12, 3
 
@@ -354,17 +356,14 @@ def cuts(accumulating, *, batches=4):
     return found
 
 
-HOWS = ["loop", "accelerate", "transformers", "lightning"]
+HOWS = ["loop", *FRAMEWORKS]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", HOWS)
-def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, tmp_path, how):
-    pytest.importorskip(how if how != "loop" else "torch")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-
+def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, how):
     def found(batches):
-        return Start(how, tmp_path, batches, device=autoaccum.Simulated("24MiB")).found
+        return started(how, batches, device=autoaccum.Simulated("24MiB"))
 
     searched, again = found(4), found(1)[0]
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
@@ -374,22 +373,21 @@ def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, tm
     assert (again, forgotten) == (searched[-1], searched[0])
 
 
-def under_a_real_limit(folder, how):
-    command = [*fork_server.python(), str(SUPPORT / "training" / "starts.py"), how, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def under_a_real_limit(how):
+    command = [*fork_server.python(), str(SUPPORT / "training" / "starts.py"), how]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.fixture(scope="module")
-def without_autoaccum(tmp_path_factory):
-    return under_a_real_limit(tmp_path_factory.mktemp("plain"), "plain")
+def without_autoaccum():
+    return under_a_real_limit("plain")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
-def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, without_autoaccum, how):
-    pytest.importorskip(how if how != "loop" else "torch")
-
-    ours = under_a_real_limit(tmp_path, how)
+def test_loop_that_dies_of_a_real_limit_ends_with_it(without_autoaccum, how):
+    ours = under_a_real_limit(how)
 
     assert "can't allocate memory" in without_autoaccum.stderr
     assert ours.stdout.splitlines()[-1:] == ["4 batches"], ours.stderr[-3000:]

@@ -115,7 +115,7 @@ class Classifier(Module):
         self.of_validation(outputs, targets)
         self.run_out(inputs)
         self.log("validation loss", functional.cross_entropy(outputs, targets))
-        self.log("validation accuracy", self.of_validation)
+        self.log("validation accuracy", self.of_validation, on_step=True, on_epoch=True)
         return outputs
 
 

@@ -55,6 +55,8 @@ class Job:
         ends_at: The step at which it ends, before anything of it is done.
         resumes: Whether it goes on from the last state in the folder.
         loss: Of outputs and labels.
+        body: Another network than the task's.
+        rows: Other data.
         further: Arguments of `by_NAME.train`.
     """
 
@@ -77,6 +79,8 @@ class Job:
     ends_at: int | None = None
     resumes: bool = False
     loss: Callable | None = None
+    body: nn.Module | None = None
+    rows: TensorDataset | None = None
     further: dict = field(default_factory=dict)
     types: set = field(default_factory=set)  # of what the network computes
 
@@ -91,7 +95,7 @@ class Job:
 
     def network(self):
         most = self.most.get(self.rank) if isinstance(self.most, dict) else self.most
-        network = Net(self.task, most)
+        network = Net(self.task, most, self.body)
         if self.compiles == "inside":
             network.compile(backend="eager")
         if self.half:
@@ -99,6 +103,8 @@ class Job:
         return network
 
     def data(self):
+        if self.rows is not None:
+            return self.rows
         inputs, labels = (small_samples.words_and_labels if self.task == "words" else small_samples.vectors)().tensors
         if self.task == "ignored":  # as many of each rank's part do not count as chance has it
             labels = labels.masked_fill(torch.rand(len(labels), generator=torch.Generator().manual_seed(0)) < 0.4, -100)
@@ -155,11 +161,11 @@ class Words(nn.Module):
 class Net(nn.Module):
     """Lacks memory for more samples at once than `most`, in training and in evaluation."""
 
-    def __init__(self, task="vectors", most=None):
+    def __init__(self, task="vectors", most=None, body=None):
         super().__init__()
         torch.manual_seed(0)
         layers = [nn.Linear(5, 7), Still(7), nn.Tanh(), nn.Linear(7, CLASSES)]
-        self.body = (Words() if task == "words" else nn.Sequential(*layers)).double()
+        self.body = body or (Words() if task == "words" else nn.Sequential(*layers)).double()
         self.most = most
         self.train()
 

@@ -1,8 +1,8 @@
 """Starts of one job, by a loop of one's own and by each framework, with autoaccum's adapters.
 
-    python tests/support/training/starts.py HOW FOLDER
+    python tests/support/training/starts.py HOW
 
-trains under a real limit of the host's memory, by HOW a method of `Start`, or "plain" for a loop without autoaccum.
+trains under a real limit of the host's memory, by HOW a framework, "loop", or "plain" for a loop without autoaccum.
 """
 
 import sys
@@ -10,11 +10,13 @@ import sys
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum._memory.available_devices import backend_for  # a limit around a framework's own loop
+from support.frameworks.jobs import alone
 
-LIMIT, LAYERS = 48 << 20, 56
+LIMIT, LAYERS, BATCH = 64 << 20, 56, 64
 
 
 class Wide(nn.Module):
@@ -35,90 +37,26 @@ def rows(samples):
     return torch.randn(samples, 1024, 64), torch.randn(samples, 8)
 
 
-class Start:
-    """A start of a job, by a loop of one's own or one of a framework; notes the micro-batches of its batches."""
-
-    def __init__(self, how, folder, batches=4, layers=1, **options):
-        self.found, self.batches, self.model = [], batches, Wide(layers)
-        self.options = options
-        getattr(self, how)(folder)
-
-    def loader(self):
-        return torch.utils.data.DataLoader(range(64 * self.batches), batch_size=64, collate_fn=self.collate)
-
-    def collate(self, numbers):
-        return dict(zip(("inputs", "targets"), rows(len(numbers)), strict=True))
-
-    def loss(self, part):
-        return self.model(**part)["loss"]
-
-    def loop(self, _, backward=None):
-        backward = backward or autoaccum.Accumulator(self.model, closure=self.loss, **self.options).backward
-        for batch in self.loader():
-            self.found.append(backward(batch).micro_batches)
-            self.model.zero_grad()
-
-    def accelerate(self, folder):
-        from accelerate import Accelerator  # noqa: PLC0415
-
-        from autoaccum.integrations.accelerate import auto_accumulate  # noqa: PLC0415
-
-        accelerator = Accelerator(cpu=True)
-        self.model = accelerator.prepare(self.model)
-        self.loop(folder, auto_accumulate(accelerator, self.model, closure=self.loss, **self.options))
-
-    def transformers(self, folder):
-        import transformers as kind  # noqa: PLC0415
-
-        from autoaccum.integrations.transformers import auto_accumulate  # noqa: PLC0415
-
-        noted, args = self.found, {"max_steps": self.batches, "per_device_train_batch_size": 64, "save_strategy": "no"}
-        args |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
-
-        class Noting(kind.TrainerCallback):
-            def on_step_end(self, *_, **__):
-                noted.append(trainer.autoaccum.last_backward.micro_batches)
-
-        trainer = auto_accumulate(kind.Trainer, **self.options)(
-            self.model,
-            kind.TrainingArguments(str(folder), dataloader_pin_memory=False, **args),
-            train_dataset=range(64 * self.batches),
-            data_collator=self.collate,
-            callbacks=[Noting()],
-        )
-        trainer.train()
-
-    def lightning(self, _):
-        import lightning.pytorch as pl  # noqa: PLC0415
-
-        from autoaccum.integrations.lightning import AutoAccumulate  # noqa: PLC0415
-
-        callback, start = AutoAccumulate(**self.options), self
-
-        class Module(pl.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.model = start.model
-
-            def training_step(self, batch):
-                return start.loss(batch)
-
-            def on_train_batch_end(self, *_):
-                start.found.append(callback.report.micro_batches)
-
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], **options).fit(Module(), self.loader())
+def started(how, batches=4, layers=1, **options):
+    """The micro-batches of a job's batches."""
+    model, data = Wide(layers), TensorDataset(*rows(BATCH * batches))
+    if how != "loop":
+        job = {"body": model, "rows": data, "batch": BATCH, "loss": functional.mse_loss}
+        return alone(how, **job, ours={"device": None} | options)["cuts"]
+    accumulator = autoaccum.Accumulator(model, closure=lambda part: model(*part)["loss"], **options)
+    found = []
+    for batch in DataLoader(data, batch_size=BATCH):
+        found.append(accumulator.backward(batch).micro_batches)
+        model.zero_grad()
+    return found
 
 
-def main(how, folder):
+def main(how):
     torch.set_num_threads(1)
     if how == "plain":
         with backend_for(torch.device("cpu")).limited(LIMIT):
-            Wide(LAYERS)(*rows(64))["loss"].backward()
-    sys.stdout.write(f"{len(Start(how, folder, layers=LAYERS, memory_limit=LIMIT).found)} batches\n")
+            Wide(LAYERS)(*rows(BATCH))["loss"].backward()
+    sys.stdout.write(f"{len(started(how, layers=LAYERS, memory_limit=LIMIT))} batches\n")
 
 
 if __name__ == "__main__":
