@@ -133,8 +133,8 @@ def test_training_that_is_resumed_from_the_frameworks_checkpoint_ends_as_one_tha
     job = {"epochs": 2, "half": half, "ours": {"micro_batch": 5}}
     whole = alone(by, **job)
 
-    with pytest.raises(EndedError):
-        alone(by, **job, folder=tmp_path, ends_at=5)
+    with pytest.raises(EndedError):  # Transformers 4 by itself goes on otherwise within the second epoch
+        alone(by, **job, folder=tmp_path, ends_at=3 if by == "trainer" else 5)
     found = alone(by, **job, folder=tmp_path, resumes=True)
 
     assert all(map(torch.equal, found["parameters"], whole["parameters"]))
