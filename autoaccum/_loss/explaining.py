@@ -12,6 +12,7 @@ from autoaccum._loss.batch_counts import ELEMENTS, POSITIVE, SAMPLES, SUM, count
 from autoaccum._loss.knowledge import RecheckWindow, changed
 from autoaccum._loss.settling import ONE_NUMBER
 from autoaccum._loss.summands import is_same
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -230,6 +231,13 @@ class Reads:
             self._knowledge.now.contrasting = _contrasting(closest, [read.part for read in reads])
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             raise RecheckWindow(changed(self._key[0], how))
+        if hints and not fit and self._window.carries_numbers():
+            raise InvalidInputError(
+                f"loss {self._key[0]!r} is divided by another number than the batch counts in some micro-batches, as if "
+                "a number of a batch of the loader multiplied it, and the window holds more than that batch: what "
+                "multiplies a mean cannot be told from a weight; return one value a sample (reduction='none'), or a "
+                "(sum, weight) pair"
+            )
         if hints and not fit and not self._knowledge.is_checked_now and not self._passes_together:
             self._knowledge.said.of_unchecked(self._key[0])
         if len(fit) < len(hints):
