@@ -145,7 +145,7 @@ def test_evaluation_divides_by_the_sum_too():
     assert found == pytest.approx(divided(of_ids(model, WHOLE), WHOLE).item(), rel=1e-12)
 
 
-# --- means that a number of the batch multiplies -----------------------------------------------------------------------
+# --- means that a number of the batch multiplies ----------------------------------------------------------------------
 
 
 def mixed(weight, seed, samples=4):
@@ -178,7 +178,9 @@ def classifier():
 def test_mean_times_a_number_that_differs_in_a_window_is_refused(number):
     window = autoaccum.Window([mixed(number(weight), seed) for seed, weight in enumerate((0.3, 0.9, 0.6))])
 
-    with pytest.raises(autoaccum.InvalidInputError, match=r"a number of a batch of the loader .* one value a sample"):
+    with pytest.raises(
+        autoaccum.InvalidInputError, match=r"a number of a batch of the loader, multiplied it: .* one value a sample"
+    ):
         cut_gradient(classifier(), mixup, window, (2,) * 6, forward=of_input)
 
 
@@ -200,7 +202,7 @@ def test_mean_times_another_number_in_each_window_is_exact_until_a_window_has_tw
     loader = [mixed(weight, seed, 8) for seed, weight in enumerate((0.3, 0.9))]
     loader += [mixed(weight, seed, 4) for seed, weight in enumerate((0.3, 0.9))]
 
-    with pytest.raises(autoaccum.InvalidInputError, match=r"a number of a batch of the loader") as caught:
+    with pytest.raises(autoaccum.InvalidInputError, match=r"a number of a batch of the loader, multiplied") as caught:
         fit_quietly(classifier(), loader, 8, micro_batch=3, loss=mixup, forward=of_input)
 
     assert caught.value.result.steps == 2
