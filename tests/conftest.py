@@ -62,6 +62,9 @@ _FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "PYTORCH_NVML", "TORCHINDUCTOR_", "_TOR
 
 def pytest_collection_modifyitems(items):
     sharing_out.first_those_of_ranks(items)
+    for item in items:
+        if item.get_closest_marker("sweep"):  # of many cases, which a busy machine does not end in a test's time
+            item.add_marker(pytest.mark.timeout(3600))
     if _LACKS_DRIVER:
         for item in items:
             if item.get_closest_marker("gpu_fakes"):  # or it aborts the process, or runs another

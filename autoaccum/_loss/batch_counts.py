@@ -55,9 +55,8 @@ def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count] | 
     return found
 
 
-def _is_mask(tensor: Tensor) -> bool:
+def _is_mask(array: Any) -> bool:
     """Whether integers are a mask, of 0 and 1."""
-    array = _as_array(tensor)
     return bool(array.size) and array.min() >= 0 and array.max() <= 1
 
 
@@ -99,10 +98,10 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
     if tensor.dim() <= _MOST_DIMS and tensor.numel() <= _MOST_ELEMENTS * max(samples, 1):
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
         are_rows = tensor.dim() > 1 or "[]" in name  # otherwise samples would be shifted
-        for way, count in _WAYS.items():
-            if (wanted is not None and (way, name) not in wanted) or (way == SHIFTED and not are_rows):
-                continue
-            if of_labels if way.startswith("labels") else way != SUM or not of_labels or _is_mask(tensor):
-                yield way, float(count(_as_array(tensor)))
+        ways = [way for way in _WAYS if (wanted is None or (way, name) in wanted) and (way != SHIFTED or are_rows)]
+        array = _as_array(tensor) if ways else None
+        for way in ways:
+            if of_labels if way.startswith("labels") else way != SUM or not of_labels or _is_mask(array):
+                yield way, float(_WAYS[way](array))
     if wanted is None or (ELEMENTS, name) in wanted:
         yield ELEMENTS, float(tensor.numel())

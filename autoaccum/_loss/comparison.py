@@ -119,8 +119,9 @@ class _Compared:
         whole, *parts = weights
         if not whole:
             return None
-        if not self._add_up([one / whole for one in parts]):
-            self._contradicts = not self._add_up([one / whole for one in parts], has_values=False)
+        shares = [one / whole for one in parts]
+        if not self._add_up(shares):
+            self._contradicts = not self._is_random and not self._adds_up(self._gradients, shares)
             return None
         source, tolerance = Source.GRAPH, SAME_WEIGHT
         if self._runs[0].is_stated:  # weights in a pair may have half precision
@@ -162,15 +163,16 @@ class _Compared:
             for whole, *parts in self._added[1:]
         )
 
-    def _add_up(self, factors: Sequence[float], *, has_values: bool = True) -> bool:
+    def _add_up(self, factors: Sequence[float]) -> bool:
         """Whether gradients and values of the parts, times these factors, add up to those of the whole."""
-        for whole, *parts in () if self._is_random else self._added if has_values else self._added[:1]:
-            pairs = zip(factors, parts, strict=True)
-            scaled = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
-            room = self._tolerance * float(scaled.norm(dim=1).sum() + whole.norm())
-            if not float((scaled.sum(0) - whole).norm()) <= room:  # also where it is NaN
-                return False
-        return True
+        return self._is_random or all(self._adds_up(one, factors) for one in self._added)
+
+    def _adds_up(self, runs: Sequence[Tensor], factors: Sequence[float]) -> bool:
+        whole, *parts = runs
+        pairs = zip(factors, parts, strict=True)
+        scaled = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
+        room = self._tolerance * float(scaled.norm(dim=1).sum() + whole.norm())
+        return float((scaled.sum(0) - whole).norm()) <= room  # False where it is NaN
 
     def _unread(self) -> Known:
         """Return a summand that cannot be read: a sum, or what labels, elements or samples say, if they agree."""

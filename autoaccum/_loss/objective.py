@@ -17,7 +17,7 @@ from autoaccum._data.nesting import as_leaf, map_tensors
 from autoaccum._loss.knowledge import LossKnowledge
 from autoaccum._loss.loss_sources import Source, check_loss_reduction, stated_by
 from autoaccum._loss.loss_values import TOTAL, Entries, LossValue, describe, loss_value, reported_value
-from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
+from autoaccum._loss.modes import run_eagerly, without_onednn
 from autoaccum._loss.observation import FOUR_BYTES
 from autoaccum._loss.sample_check import LossCheck
 from autoaccum._loss.sample_choices import MOST_SAMPLES
@@ -169,7 +169,7 @@ class Objective:
             at_most: The most samples to try.
         """
         most, self._most, self._gave_no_loss = self._most, self._most // 2, False
-        knowledge, modules = self.knowledge, self.modules
+        knowledge = self.knowledge
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = self.casts_itself or not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
         passes = [functools.partial(self._tried, source) for source in self.calls.sources]
@@ -178,11 +178,11 @@ class Objective:
         # In half precision, PyTorch's own convolutions are far slower.
         kernels = without_onednn() if is_in_full else nullcontext()
         before = savepoint.save(with_attributes=True)
-        trial = LossCheck(passes, knowledge, place, before, autocast, casts=casts, parameters=parameters)
-        trial.tells_of_state = any(module.training for module in modules)
-        quiet = quiet_training(modules, noting=trial.clamps)
+        trial = LossCheck(
+            passes, knowledge, place, before, autocast, casts=casts, parameters=parameters, modules=self.modules
+        )
         try:
-            with run_eagerly(), kernels, torch.enable_grad(), quiet, self._noting_own_loss():
+            with run_eagerly(), kernels, torch.enable_grad(), self._noting_own_loss():
                 checked = trial.run(window, min(most, at_most))
                 found = trial.alone(window) if checked is None else checked
         finally:

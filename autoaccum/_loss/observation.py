@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from autoaccum._data.nesting import numbers_in
-from autoaccum._loss.batch_counts import counts_in
 from autoaccum._loss.graph_reader import Summand, dims_of, leaves_of, nodes_of, read, shape_of, stop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -67,8 +66,8 @@ class Observation:
     summands: list[Summand]
     gradients: Tensor
     chosen_from: Sequence[Sequence[int]]
-    counts: Mapping[Count, float]
-    numbers: Mapping[Path, float]
+    counts: Mapping[Count, float] = field(default_factory=dict)
+    numbers: Mapping[Path, float] = field(default_factory=dict)
     is_stated: bool = False
     is_pair: bool = False
     clamps: Sequence[Clamp | None] = ()
@@ -98,9 +97,17 @@ class Observation:
 
 
 def observe(
-    loss: LossValue, samples: int, batch: Any, parameters: Sequence[nn.Parameter], *, keep: bool
+    loss: LossValue,
+    samples: int,
+    parameters: Sequence[nn.Parameter],
+    quietly: Callable[[], AbstractContextManager[object]],
+    *,
+    keep: bool,
 ) -> Observation:
-    """Return what a loss gave; its graph is used up, unless another loss needs it: `keep`."""
+    """Return what a loss gave; its graph is used up, unless another loss needs it: `keep`.
+
+    Blocks that are checkpointed are computed again `quietly`, as they were before.
+    """
     value, summands = loss.value, summands_on_host(loss)
     if loss.is_sum:
         value = value / summands[0].weight if summands[0].weight else value * 0.0
@@ -110,7 +117,9 @@ def observe(
     )
     for number in range(len(summands)) if parameters else ():
         with only(summands, number):
-            rows.append(projected(gradients_of(value, parameters, keep=keep or number + 1 < len(summands))))
+            with quietly():
+                gradients = gradients_of(value, parameters, keep=keep or number + 1 < len(summands))
+            rows.append(projected(gradients))
     of_value = value.detach().to("cpu", torch.float64)
     # Where gradients cannot be had, the value of a single summand has to do.
     stand_in = of_value.new_zeros(len(summands), 1) if len(summands) > 1 else of_value.reshape(1, 1)
@@ -120,8 +129,6 @@ def observe(
         summands,
         torch.stack(rows) if rows else stand_in,
         chosen_from,
-        counts_in(batch, samples),
-        numbers_in(batch),
         is_stated=loss.weight is not None,
         is_pair=loss.is_sum,
         normalised_over=normalised_over,

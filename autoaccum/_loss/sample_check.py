@@ -32,7 +32,7 @@ from autoaccum._loss.comparison import (
 )
 from autoaccum._loss.graph_reader import Summand
 from autoaccum._loss.loss_values import check_weights, clamped_weight, no_mean, not_finite
-from autoaccum._loss.modes import Clamps
+from autoaccum._loss.modes import Clamps, quiet_training
 from autoaccum._loss.observation import Observation, differ, observe, summands_on_host, tolerance_of
 from autoaccum._loss.sample_choices import choices
 from autoaccum._loss.summands import BY_SAMPLES, Known, Reduction, is_same
@@ -62,7 +62,6 @@ class LossCheck:
 
     Attributes:
         before: The state that each pass begins with.
-        tells_of_state: Whether to look for state in attributes, which passes move: in training mode.
         is_complete: Whether every loss was confirmed: something counted in both parts.
         tolerance: The relative difference that rounding may cause, as of the last pass.
         tried: The values that were compared, by the name of the loss, to be shown.
@@ -76,7 +75,7 @@ class LossCheck:
     autocast: Callable[[], AbstractContextManager[object]]
     casts: bool
     parameters: Sequence[nn.Parameter]
-    tells_of_state: bool = False
+    modules: Sequence[nn.Module]
     is_complete: bool = True
     tolerance: float = 0.0
     tried: dict[str, str] = field(default_factory=dict)
@@ -84,6 +83,11 @@ class LossCheck:
     _found: dict[str, list[Known]] = field(default_factory=dict)  # by the choices of samples until now
     _open: dict[str, bool] = field(default_factory=dict)  # losses that no choice confirmed: is their graph trusted?
     _passes: int = 0
+
+    @property
+    def tells_of_state(self) -> bool:
+        """Whether to look for state in attributes, which passes move: in training mode."""
+        return any(module.training for module in self.modules)
 
     def run(self, window: Window, most: int) -> dict[str, list[Known]] | None:
         """Return the summands of each loss, by name; None if the window has no two samples to try.
@@ -270,7 +274,7 @@ class LossCheck:
         rows = [*dict.fromkeys((0, window.samples // 2, window.samples - 1))]
         cuts = [window.cut(row, row + 1) for row in rows]
         counts, found = [counts_in(cut, 1) for cut in cuts], dict[str, list[Known]]()
-        whole = Observation(window.samples, 0.0, [], torch.zeros(0), [], {}, {})
+        whole = Observation(window.samples, 0.0, [], torch.zeros(0), [])
         if window.is_nested:  # a split may count what it joins
             first, *others = map(numbers_in, cuts)
             whole.numbers = {at: one for at, one in first.items() if all(other.get(at) == one for other in others)}
@@ -405,19 +409,25 @@ class LossCheck:
             self.tolerance = tolerance_of(losses[0].value, casts=self.casts, dtypes=dtypes)
         last = len(losses) - 1
         found = {
-            one.name: observe(one, samples, cut, self.parameters, keep=place < last) for place, one in enumerate(losses)
+            one.name: observe(one, samples, self.parameters, self._quietly, keep=place < last)
+            for place, one in enumerate(losses)
         }
+        counts, numbers = counts_in(cut, samples), numbers_in(cut)
         for one in losses:
             run = found[one.name]
             divisors = [one.weight] if one.weight is not None else [own.divided_by for own in run.summands]
-            found[one.name] = replace(run, clamps=[*map(self.clamps.of, divisors)])
+            clamps = [*map(self.clamps.of, divisors)]
+            found[one.name] = replace(run, counts=counts, numbers=numbers, clamps=clamps)
         return found
 
     def _losses(self, source: Pass, cut: Any, samples: int) -> list[LossValue]:
         # As tensors that a graph can save, and that a pass may change.
         batch = copied(self.place(cut))
-        with self.autocast():
+        with self.autocast(), self._quietly():
             return source(batch, samples)[0]
+
+    def _quietly(self) -> AbstractContextManager[None]:
+        return quiet_training(self.modules, noting=self.clamps)
 
 
 def _is_lack(error: Exception) -> bool:

@@ -1,8 +1,7 @@
-"""A step that fails: what is undone, what is told, and what it cannot undo is never silent."""
+"""An optimizer's step that fails: what is undone, what is told, and what it cannot undo is never silent."""
 
 import collections
 import contextlib
-import dataclasses
 import signal
 from unittest import mock
 
@@ -236,127 +235,6 @@ def test_interrupt_during_the_update_waits_for_its_end(number):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class InPlace(nn.Module):
-    """Normalises its input in place, as a careless transform does; no more than `most` samples fit."""
-
-    def __init__(self, most):
-        super().__init__()
-        torch.manual_seed(0)
-        self.head, self.most = nn.Linear(6, 3), most
-
-    def forward(self, inputs):
-        inputs.sub_(0.5).div_(0.25)
-        if len(inputs) > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return self.head(inputs)
-
-
-def in_place_runner(most, **options):
-    model = InPlace(most)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, runner_of(model, optimizer, 12, 12, **options)
-
-
-class Views:
-    """A split of one's own whose parts are views of the batch, within tuples or graphs."""
-
-    def __init__(self, made=None):
-        self.made = made
-
-    def count(self, batch):
-        return len(batch[0])
-
-    def cut(self, batch, sizes):
-        return list(zip(*(part.split(list(sizes)) for part in batch), strict=True))
-
-    def join(self, batches):
-        inputs, targets = batches[0] if len(batches) == 1 else map(torch.cat, zip(*batches, strict=True))
-        return (inputs if self.made is None else self.made(inputs)), targets
-
-
-class Graph:
-    """Holds a tensor, and moves as a graph does: it is itself where its tensors stay."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def to(self, device):
-        self.x = self.x.to(device)
-        return self
-
-
-@dataclasses.dataclass
-class Record:
-    x: torch.Tensor
-
-
-def of_object(model, batch):
-    return model(batch[0].x)
-
-
-KINDS_OF_INPUTS = {
-    "tensors": {},
-    "a split's views": {"split": Views()},
-    "objects": {"split": Views(Graph), "forward": of_object},
-    "dataclasses": {"split": Views(Record), "forward": of_object},
-}
-
-
-@pytest.mark.parametrize("options", KINDS_OF_INPUTS.values(), ids=KINDS_OF_INPUTS)
-def test_model_that_changes_its_input_is_given_copies_once_that_is_seen(options):
-    model, runner = in_place_runner(12, **options)
-    inputs, targets = torch.rand(12, 6), torch.randint(0, 3, (12,))
-    runner.step((inputs.clone(), targets))
-    model.most = 5
-    given = inputs.clone()
-
-    report = runner.step((given, targets))
-
-    assert report.micro_batches == (4, 4, 4)
-    assert torch.equal(given, inputs)
-
-
-@pytest.mark.parametrize("options", KINDS_OF_INPUTS.values(), ids=KINDS_OF_INPUTS)
-def test_model_that_changes_its_input_gets_copies_in_both_passes_for_a_loss_over_the_window(options):
-    given = torch.rand(12, 6)
-    before, targets = given.clone(), torch.randint(0, 3, (12,))
-    optimizer = torch.optim.SGD((model := InPlace(12)).parameters(), lr=0.1)
-
-    report = runner_of(model, optimizer, 12, 4, loss_scope="window", **options).step((given, targets))
-
-    assert report.micro_batches == (4, 4, 4)
-    assert torch.equal(given, before)
-
-
-def test_window_whose_data_the_model_has_changed_is_not_silently_done_again():
-    _, runner = in_place_runner(5)
-
-    with pytest.raises(autoaccum.InvalidInputError, match="changed its input in place"):
-        runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
-
-
-def test_window_whose_data_the_model_has_changed_does_not_run_again_where_weights_were_predicted_wrong():
-    class Doubles(nn.Linear):
-        def forward(self, batch):
-            return super().forward(batch["x"].mul_(2))
-
-    def loss(outputs, batch):
-        kept = batch["kept"][:, 0, 0]  # which 8 samples do not tell from all
-        return (outputs.square().mean(1) * kept).sum() / kept.sum() + outputs.abs().mean()
-
-    model, kept = Doubles(4, 3), torch.ones(64, 1, 1)
-    kept[[3, 5, 11, 17, 22, 23, 24, 35]] = 0
-    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
-    runner = autoaccum.Runner(
-        model, optimizer, autoaccum.plan(64, 16), loss=loss, forward=lambda model, batch: model(batch), device="cpu"
-    )
-
-    with pytest.raises(autoaccum.InvalidInputError, match="changed its input in place"):
-        runner.step({"x": torch.rand(64, 4), "kept": kept})
-
-    assert torch.equal(model.weight, before)
-
-
 def test_losses_that_could_not_be_tried_for_lack_of_memory_are_told():
     class Picky(nn.Linear):
         def forward(self, inputs):
@@ -521,3 +399,41 @@ def test_what_is_written_of_parameters_that_have_replaced_others_is_seen():
 
     with mock.patch("torch.optim.adam._single_tensor_adam", begun), pytest.raises(autoaccum.errors.StateDamagedError):
         runner.step(batch)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.used = nn.Linear(4, 8), "one"
+        self.heads = nn.ModuleDict({"one": nn.Linear(8, 3), "other": nn.Linear(8, 3)})
+
+    def forward(self, inputs):
+        return self.heads[self.used](self.body(inputs))
+
+
+def two_heads():
+    model = TwoHeads()
+    groups = [{"params": part.parameters()} for part in (model.body, *model.heads.values())]
+    return model, runner_of(model, optimizer=torch.optim.Adam(groups, 0.1, foreach=False))
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError])
+def test_step_that_makes_state_for_another_head_is_undone_when_it_fails(kind):
+    (model, runner), (undisturbed, other) = two_heads(), two_heads()
+    batch = torch.randn(8, 4), torch.arange(8) % 3
+    for _ in range(3):
+        runner.step(batch)
+        other.step(batch)
+    model.used = undisturbed.used = "other"
+    before = state_of(model, runner.optimizer)
+
+    with FailIn(torch, "zeros_like", kind("CUDA out of memory."), call=2):
+        if kind is ValueError:
+            with pytest.raises(ValueError, match="CUDA"):
+                runner.step(batch)
+            assert differences(state_of(model, runner.optimizer), before) == []
+        runner.step(batch)
+    other.step(batch)
+
+    assert differences(state_of(model, runner.optimizer), state_of(undisturbed, other.optimizer)) == []

@@ -321,3 +321,33 @@ def with_pairs(model, **arguments):
         progress=False,
         **arguments,
     )
+
+
+def few(samples):
+    return tuple(part[:samples] for part in window())
+
+
+def test_sample_that_fitted_before_may_fail_twice_in_a_row():
+    model, fails = nn.Linear(6, 3), Fault()
+    model.register_forward_pre_hook(fails)
+    runner = runner_of(model, micro_batch=1)
+    for _ in range(5):  # the sixth makes no checks, so that each call is a sample's
+        runner.step(few(8))
+    fails.arm(2, 5, 8)  # the third sample, each time the window begins again
+
+    report = runner.step(few(8))
+
+    assert (fails.hits, report.oom_events) == (3, 3)
+
+
+def test_sample_of_an_evaluation_may_fail_twice_in_a_row():
+    model, fails = nn.Linear(6, 3), Fault()
+    runner = runner_of(model)
+    expected = runner.evaluate([few(2)])
+    model.register_forward_pre_hook(fails)
+    fails.arm(0, 1, 2)  # both samples at once, then the first alone
+
+    found = runner.evaluate([few(2)])
+
+    assert fails.hits == 3
+    assert found == pytest.approx(expected, rel=1e-6)

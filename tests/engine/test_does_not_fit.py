@@ -1,5 +1,6 @@
 """What the error says of a sample, and of anything else, that does not fit."""
 
+import inspect
 import re
 import textwrap
 
@@ -16,6 +17,7 @@ from autoaccum._engine.out_of_memory import Phase
 from autoaccum._records import Neighbour  # an argument
 from autoaccum._system.notices import Notices  # an argument
 from autoaccum.records import MemoryReading
+from support.models.small import runner_of
 
 SAID = (
     "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 17.60 GiB is "
@@ -88,3 +90,37 @@ def test_text_takes_three_lines_whatever_there_is_to_say(limit_bytes):
     assert "and 28 more" in text
     assert "CUDA out of memory. Tried to allocate 1.00 GiB" in text
     assert "; try " in text
+
+
+def with_runner(model, batch, **options):
+    runner_of(model, micro_batch=4, **options).step(batch)
+
+
+def with_fit(model, batch, **options):
+    autoaccum.fit(model, [batch], 8, epochs=1, device="cpu", progress=False, **options)
+
+
+def with_accumulator(model, batch, **options):
+    autoaccum.Accumulator(model, device="cpu", **options).backward(batch)
+
+
+ENTRIES = {with_runner: autoaccum.Runner, with_fit: autoaccum.fit, with_accumulator: autoaccum.Accumulator}
+
+
+class TooLarge(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_sample_that_does_not_fit_is_named_with_its_shape_and_remedies_of_what_was_called(entry):
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        entry(TooLarge(), (torch.randn(8, 5, 7), torch.zeros(8).long()), loss=nn.CrossEntropyLoss())
+
+    said = str(caught.value)
+    assert "5, 7" in said
+    assert not re.search(r"[KMG]iB (are )?free", said)  # the memory that is free is not to blame
+    assert {*re.findall(r"(\w+)=", said)} <= {*inspect.signature(ENTRIES[entry]).parameters}

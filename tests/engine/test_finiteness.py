@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from support.models.small import runner_of
 
 BAD = 4  # the window whose inputs are not finite
 
@@ -126,3 +127,15 @@ def test_gradient_that_is_not_finite_is_said_although_the_loss_is(capsys):
     fit(loss=slope, loss_reduction="mean", clip_grad_norm=1.0, loader=Once(lambda: batches(bad=0)))
 
     assert "not finite: the gradient's norm=" in lines(capsys, "WARNING")[0]
+
+
+def test_infinite_norm_to_clip_to_measures_and_never_multiplies():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].bias.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+    runner = runner_of(model, clip_grad_norm=torch.inf)
+
+    report = runner.step((torch.randn(8, 4), torch.arange(8) % 3))
+
+    assert report.grad_norm == torch.inf
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    assert all(model[1].weight.isfinite().flatten())

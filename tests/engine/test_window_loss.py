@@ -2,12 +2,14 @@
 
 import itertools
 import random
+import textwrap
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import BatchEncoding
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
@@ -250,3 +252,68 @@ def test_count_of_a_batch_in_a_window_of_several_is_refused(size):
             size,
             forward=lambda model, batch: model(batch["input"]),
         )
+
+
+class Experts(nn.Module):
+    """Leaves a term of its loss as an attribute, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.head, self.auxiliary_loss = nn.Linear(6, 2), nn.Linear(6, 3), None
+
+    def forward(self, inputs):
+        shares = self.router(inputs).softmax(1)
+        self.auxiliary_loss = shares.mean(0).square().sum()
+        return self.head(inputs) * shares[:, :1]
+
+
+def test_loss_that_reads_a_term_off_the_model_is_refused():
+    model = Experts().double()
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs, targets) + model.auxiliary_loss
+
+    with pytest.raises(InvalidInputError, match=r"return .*outputs") as caught:
+        run(model, loss, plain(), 7)
+
+    assert len(textwrap.wrap(str(caught.value), 120)) <= 3
+    assert gradients(model) == [None] * 4
+
+
+def test_loss_that_is_given_the_term_with_the_outputs_has_its_whole_gradient():
+    class Returning(Experts):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            return outputs, self.router(inputs).softmax(1)
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs[0], targets) + outputs[1].mean(0).square().sum()
+
+    assert_whole(loss, 7, model=Returning().double())
+
+
+def test_metric_that_writes_into_outputs_leaves_the_loss_as_it_is():
+    batch, losses = plain(), []
+    for metric in (lambda outputs, targets: 0.0, lambda outputs, targets: outputs.zero_().sum()):
+        torch.manual_seed(1)
+        model = nn.Linear(6, 3).double()
+        result = autoaccum.fit(
+            model, [batch], SAMPLES, loss=functional.cross_entropy, loss_scope="window", val_loader=[batch],
+            metrics={"m": metric}, max_steps=1, progress=False,
+        )  # fmt: skip
+        losses.append(result.evaluations[-1].loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("micro_batch", [13, 7])
+def test_loss_reads_items_of_a_batch_encoding_as_attributes(micro_batch):
+    batch = BatchEncoding(dict(zip("xy", plain(), strict=True)))
+
+    def loss(outputs, batch):
+        return supervised(outputs, batch.y)
+
+    losses = run(
+        model := nn.Linear(6, 5).double(), loss, batch, micro_batch, forward=lambda model, batch: model(batch["x"])
+    )
+
+    assert losses["loss"] == pytest.approx(supervised(model(batch["x"]), batch["y"]).item())

@@ -1,5 +1,6 @@
 """`fit` finds the cut in its own first windows: no trial is thrown away, and nothing else is different."""
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -71,7 +72,7 @@ def fit(capacity, target=100, model=None, loader=None, *, cache=False, **options
             loader or data(),
             target,
             optimizer=model.optimizer,
-            device="cpu" if capacity is None else autoaccum.Simulated(capacity),
+            device=autoaccum.Simulated(capacity) if isinstance(capacity, (str, int)) else capacity,
             callbacks=[told],
             **{"progress": False, "loss": nn.CrossEntropyLoss()} | options,
         )
@@ -243,15 +244,39 @@ def test_short_samples_go_in_larger_micro_batches():
     assert result.oom_events == 0
 
 
-def test_batch_that_is_larger_than_any_before_is_cut_smaller_before_it_fails():
-    lengths = [16] * 12 + [64] * 4 + [16] * 4
+class Crowded(autoaccum.Simulated):
+    """Memory of which others take all that is free, once a trial has failed."""
 
-    _, told, _ = fit("8MiB", 64, Pooled(), texts(lengths))
+    has_failed = False
 
-    assert told.ooms == []
-    assert told.reports[2].micro_batches == (64,)
-    assert 8 <= max(told.reports[3].micro_batches) < 64  # memory may grow with the square of the length
-    assert told.reports[4].micro_batches == (64,)
+    def reading(self):
+        found = super().reading()
+        return dataclasses.replace(found, free_bytes=0) if self.has_failed else found
+
+
+class Keeps(nn.Module):
+    """Keeps rows of activations, and lacks memory for more than ten samples, which nothing shows beforehand."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.layer, self.device = nn.Linear(8, 1000), device
+
+    def forward(self, inputs):
+        if len(inputs) > 10:
+            self.device.has_failed = True
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {len(inputs)} samples")
+        return self.layer(inputs).tanh().exp()
+
+
+@pytest.mark.parametrize("memory", [None, "auto"])
+def test_no_memory_left_when_the_search_ends_leaves_the_largest_that_fitted(memory):
+    device = Crowded(160 * 4000)
+
+    _, _, result = fit(device, model=Keeps(device), save_memory=memory)
+
+    assert device.has_failed
+    assert result.steps == SAMPLES // 100
+    assert 1 <= result.plan.micro_batch < 100
 
 
 # --- the clock --------------------------------------------------------------------------------------------------------
@@ -331,7 +356,7 @@ def compiled(model):
 
 @pytest.mark.parametrize("way", [compiled, lambda model: torch.compile(model, backend="aot_eager")])
 def test_compiled_model_is_cut_into_one_size(graphs, way):
-    _, _, result = fit(None, model=way(Plain()), micro_batch=40)
+    _, _, result = fit(torch.device("cpu"), model=way(Plain()), micro_batch=40)
 
     assert result.plan.micro_batches == (25, 25, 25, 25)  # and not 34, 33, 33
     assert graphs() == 1

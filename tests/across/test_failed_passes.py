@@ -1,22 +1,16 @@
-"""What a window promises beside its gradient: what is put back, what is refused and how, what is counted once."""
+"""A pass that fails: what it wrote, counted and changed is put back, or told of."""
 
-import inspect
-import re
-import textwrap
+import dataclasses
 
 import pytest
 import torch
 import torchmetrics
 from torch import nn
 from torch.nn import functional
-from transformers import BatchEncoding
 
 import autoaccum
-from support.faults.modes import differences, state_of
 from support.faults.places import Fault
 from support.models.small import runner_of
-
-LINES = 3  # the most that an error takes, at 120 characters
 
 
 @pytest.fixture
@@ -27,11 +21,6 @@ def lack():
 def window(samples=8, features=4, seed=0):
     chance = torch.Generator().manual_seed(seed)
     return torch.randn(samples, features, generator=chance), torch.randint(0, 3, (samples,), generator=chance)
-
-
-def assert_short(error):
-    lines = textwrap.wrap(str(error), 120)
-    assert len(lines) <= LINES, lines
 
 
 # --- what a model writes in its forward pass --------------------------------------------------------------------------
@@ -208,62 +197,6 @@ def test_pass_that_fails_after_an_optimizer_stepped_in_it_is_told_as_damage_and_
     assert (lack.passed, lack.hits) == (1, 1)
 
 
-# --- the optimizer's step ---------------------------------------------------------------------------------------------
-
-
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.used = nn.Linear(4, 8), "one"
-        self.heads = nn.ModuleDict({"one": nn.Linear(8, 3), "other": nn.Linear(8, 3)})
-
-    def forward(self, inputs):
-        return self.heads[self.used](self.body(inputs))
-
-
-def two_heads():
-    model = TwoHeads()
-    groups = [{"params": part.parameters()} for part in (model.body, *model.heads.values())]
-    return model, runner_of(model, optimizer=torch.optim.Adam(groups, 0.1, foreach=False))
-
-
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError])
-def test_step_that_makes_state_for_another_head_is_undone_when_it_fails(kind, lack, monkeypatch):
-    (model, runner), (undisturbed, other) = two_heads(), two_heads()
-    for _ in range(3):
-        runner.step(window())
-        other.step(window())
-    model.used = undisturbed.used = "other"
-    before = state_of(model, runner.optimizer)
-    make = torch.zeros_like
-    monkeypatch.setattr(torch, "zeros_like", lambda *args, **options: lack() or make(*args, **options))
-    lack.arm(1, error=kind("CUDA out of memory."))
-
-    if kind is ValueError:
-        with pytest.raises(ValueError, match="CUDA"):
-            runner.step(window())
-        assert differences(state_of(model, runner.optimizer), before) == []
-    runner.step(window())
-    monkeypatch.undo()
-    other.step(window())
-
-    assert lack.hits == 1
-    assert differences(state_of(model, runner.optimizer), state_of(undisturbed, other.optimizer)) == []
-
-
-def test_infinite_norm_to_clip_to_measures_and_never_multiplies():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    model[0].bias.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
-    runner = runner_of(model, clip_grad_norm=torch.inf)
-
-    report = runner.step(window())
-
-    assert report.grad_norm == torch.inf
-    assert not any(parameter.isnan().any() for parameter in model.parameters())
-    assert all(model[1].weight.isfinite().flatten())
-
-
 # --- what is counted once ---------------------------------------------------------------------------------------------
 
 
@@ -336,146 +269,125 @@ def test_metric_counts_each_sample_of_fit_once(held, lack):
         assert (len(model.each.compute()), model.each.update_count) == (4 * 13, metric.update_count)
 
 
-# --- what is refused, and in which words ------------------------------------------------------------------------------
+# --- what it does to its inputs ---------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """Leaves a term of its loss as an attribute, as mixtures of experts do."""
+class InPlace(nn.Module):
+    """Normalises its input in place, as a careless transform does; no more than `most` samples fit."""
 
-    def __init__(self):
+    def __init__(self, most):
         super().__init__()
-        self.router, self.head, self.auxiliary_loss = nn.Linear(4, 2), nn.Linear(4, 3), None
+        torch.manual_seed(0)
+        self.head, self.most = nn.Linear(6, 3), most
 
     def forward(self, inputs):
-        shares = self.router(inputs).softmax(1)
-        self.auxiliary_loss = shares.mean(0).square().sum()
-        return self.head(inputs) * shares[:, :1]
+        inputs.sub_(0.5).div_(0.25)
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.head(inputs)
 
 
-def of_window(model, loss, micro_batch=4):
-    return runner_of(model, micro_batch=micro_batch, loss=loss, loss_scope="window")
+def in_place_runner(most, **options):
+    model = InPlace(most)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, runner_of(model, optimizer, 12, 12, **options)
 
 
-def test_loss_over_the_window_that_reads_a_term_off_the_model_is_refused():
-    model = Experts()
-    runner = of_window(
-        model, lambda outputs, targets: functional.cross_entropy(outputs, targets) + model.auxiliary_loss
-    )
-    before = state_of(model, runner.optimizer)
+class Views:
+    """A split of one's own whose parts are views of the batch, within tuples or graphs."""
 
-    with pytest.raises(autoaccum.InvalidInputError, match=r"return .*outputs") as caught:
-        runner.step(window())
+    def __init__(self, made=None):
+        self.made = made
 
-    assert_short(caught.value)
-    assert differences(state_of(model, runner.optimizer), before) == []
+    def count(self, batch):
+        return len(batch[0])
 
+    def cut(self, batch, sizes):
+        return list(zip(*(part.split(list(sizes)) for part in batch), strict=True))
 
-def test_loss_over_the_window_that_is_given_the_term_with_the_outputs_has_its_whole_gradient():
-    class Returning(Experts):
-        def forward(self, inputs):
-            outputs = super().forward(inputs)
-            return outputs, self.router(inputs).softmax(1)
-
-    torch.manual_seed(0)
-    model = Returning()
-
-    def loss(outputs, targets):
-        return functional.cross_entropy(outputs[0], targets) + outputs[1].mean(0).square().sum()
-
-    loss(model(window()[0]), window()[1]).backward()
-    expected = [parameter.detach() - 0.1 * parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-
-    of_window(model, loss).step(window())
-
-    for parameter, value in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.detach(), value)
+    def join(self, batches):
+        inputs, targets = batches[0] if len(batches) == 1 else map(torch.cat, zip(*batches, strict=True))
+        return (inputs if self.made is None else self.made(inputs)), targets
 
 
-def with_runner(model, batch, **options):
-    runner_of(model, micro_batch=4, **options).step(batch)
+class Graph:
+    """Holds a tensor, and moves as a graph does: it is itself where its tensors stay."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.x = self.x.to(device)
+        return self
 
 
-def with_fit(model, batch, **options):
-    autoaccum.fit(model, [batch], 8, epochs=1, device="cpu", progress=False, **options)
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
 
 
-def with_accumulator(model, batch, **options):
-    autoaccum.Accumulator(model, device="cpu", **options).backward(batch)
+def of_object(model, batch):
+    return model(batch[0].x)
 
 
-ENTRIES = {with_runner: autoaccum.Runner, with_fit: autoaccum.fit, with_accumulator: autoaccum.Accumulator}
+KINDS_OF_INPUTS = {
+    "tensors": {},
+    "a split's views": {"split": Views()},
+    "objects": {"split": Views(Graph), "forward": of_object},
+    "dataclasses": {"split": Views(Record), "forward": of_object},
+}
 
 
-class TooLarge(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
+@pytest.mark.parametrize("options", KINDS_OF_INPUTS.values(), ids=KINDS_OF_INPUTS)
+def test_model_that_changes_its_input_is_given_copies_once_that_is_seen(options):
+    model, runner = in_place_runner(12, **options)
+    inputs, targets = torch.rand(12, 6), torch.randint(0, 3, (12,))
+    runner.step((inputs.clone(), targets))
+    model.most = 5
+    given = inputs.clone()
 
-    def forward(self, inputs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+    report = runner.step((given, targets))
 
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_sample_that_does_not_fit_is_named_with_its_shape_and_remedies_of_what_was_called(entry):
-    with pytest.raises(autoaccum.DoesNotFitError) as caught:
-        entry(TooLarge(), (torch.randn(8, 5, 7), torch.zeros(8).long()), loss=nn.CrossEntropyLoss())
-
-    said = str(caught.value)
-    assert "5, 7" in said
-    assert not re.search(r"[KMG]iB (are )?free", said)  # the memory that is free is not to blame
-    assert {*re.findall(r"(\w+)=", said)} <= {*inspect.signature(ENTRIES[entry]).parameters}
+    assert report.micro_batches == (4, 4, 4)
+    assert torch.equal(given, inputs)
 
 
-def test_sample_that_fitted_before_may_fail_twice_in_a_row(lack):
-    model = nn.Linear(4, 3)
-    model.register_forward_pre_hook(lack)
-    runner = runner_of(model, micro_batch=1)
-    for _ in range(5):  # the sixth makes no checks, so that each call is a sample's
-        runner.step(window())
-    lack.arm(2, 5, 8)  # the third sample, each time the window begins again
+@pytest.mark.parametrize("options", KINDS_OF_INPUTS.values(), ids=KINDS_OF_INPUTS)
+def test_model_that_changes_its_input_gets_copies_in_both_passes_for_a_loss_over_the_window(options):
+    given = torch.rand(12, 6)
+    before, targets = given.clone(), torch.randint(0, 3, (12,))
+    optimizer = torch.optim.SGD((model := InPlace(12)).parameters(), lr=0.1)
 
-    report = runner.step(window())
+    report = runner_of(model, optimizer, 12, 4, loss_scope="window", **options).step((given, targets))
 
-    assert (lack.hits, report.oom_events) == (3, 3)
-
-
-def test_sample_of_an_evaluation_may_fail_twice_in_a_row(lack):
-    model = nn.Linear(4, 3)
-    runner = runner_of(model)
-    expected = runner.evaluate([window(2)])
-    model.register_forward_pre_hook(lack)
-    lack.arm(0, 1, 2)  # both samples at once, then the first alone
-
-    found = runner.evaluate([window(2)])
-
-    assert lack.hits == 3
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert report.micro_batches == (4, 4, 4)
+    assert torch.equal(given, before)
 
 
-def test_metric_that_writes_into_outputs_leaves_a_loss_over_the_window_as_it_is():
-    batch, losses = window(6), []
-    for metric in (lambda outputs, targets: 0.0, lambda outputs, targets: outputs.zero_().sum()):
-        torch.manual_seed(1)
-        model = nn.Linear(4, 3)
-        result = autoaccum.fit(
-            model, [batch], 6, loss=functional.cross_entropy, loss_scope="window", val_loader=[batch],
-            metrics={"m": metric}, max_steps=1, progress=False,
-        )  # fmt: skip
-        losses.append(result.evaluations[-1].loss)
-    assert losses[0] == losses[1]
+def test_window_whose_data_the_model_has_changed_is_not_silently_done_again():
+    _, runner = in_place_runner(5)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="changed its input in place"):
+        runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
 
 
-@pytest.mark.parametrize("micro_batch", [6, 3])
-def test_loss_over_the_window_reads_items_of_a_batch_encoding_as_attributes(micro_batch):
-    model, (inputs, _) = nn.Linear(4, 5), window(6)
+def test_window_whose_data_the_model_has_changed_does_not_run_again_where_weights_were_predicted_wrong():
+    class Doubles(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["x"].mul_(2))
+
+    def loss(outputs, batch):
+        kept = batch["kept"][:, 0, 0]  # which 8 samples do not tell from all
+        return (outputs.square().mean(1) * kept).sum() / kept.sum() + outputs.abs().mean()
+
+    model, kept = Doubles(4, 3), torch.ones(64, 1, 1)
+    kept[[3, 5, 11, 17, 22, 23, 24, 35]] = 0
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
     runner = autoaccum.Runner(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        autoaccum.plan(6, micro_batch),
-        loss=lambda outputs, batch: functional.cross_entropy(outputs @ outputs.T, batch.y),
-        loss_scope="window",
-        forward=lambda model, batch: model(batch["x"]),
+        model, optimizer, autoaccum.plan(64, 16), loss=loss, forward=lambda model, batch: model(batch), device="cpu"
     )
-    outputs = model(inputs)
-    expected = functional.cross_entropy(outputs @ outputs.T, torch.arange(6))
-    assert float(runner.step(BatchEncoding({"x": inputs, "y": torch.arange(6)})).loss) == pytest.approx(expected.item())
+
+    with pytest.raises(autoaccum.InvalidInputError, match="changed its input in place"):
+        runner.step({"x": torch.rand(64, 4), "kept": kept})
+
+    assert torch.equal(model.weight, before)
