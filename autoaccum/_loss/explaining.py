@@ -10,11 +10,11 @@ from torch import Tensor
 
 from autoaccum._loss.batch_counts import ELEMENTS, POSITIVE, SAMPLES, SUM, counts_in, counts_of
 from autoaccum._loss.knowledge import RecheckWindow, changed
-from autoaccum._loss.settling import ONE_NUMBER, multiplied
+from autoaccum._loss.settling import ONE_NUMBER, are_unlike, multiplied
 from autoaccum._loss.summands import is_same
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from autoaccum._data.batches import Window
@@ -141,7 +141,12 @@ class Reads:
             return
         if self._knowledge.may_ask and not self._passes_together:
             self._ask(pairs, "is multiplied by unlike numbers in the micro-batches of a window")
-        if self._window.carries_numbers() or self._knowledge.is_confirmed_again:
+        self._refuse_unlike([pairs])
+
+    def _refuse_unlike(self, compared: Iterable[Sequence[tuple[float, float]]]) -> None:
+        """Reject numbers that are unlike parts of each count, if that count is all that samples say of them."""
+        is_known = self._window.carries_numbers() or self._knowledge.is_confirmed_again
+        if is_known and all(are_unlike([number / n for number, n in pairs if n]) for pairs in compared):
             raise multiplied(self._key[0])
 
     def _ask(self, pairs: Sequence[tuple[float, float]], how: str) -> None:
@@ -260,8 +265,8 @@ class Reads:
             closest = [*compared.values()][fitting.index(max(fitting))]
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
             self._ask(closest, how)
-        if hints and not fit and (self._window.carries_numbers() or self._knowledge.is_confirmed_again):
-            raise multiplied(self._key[0])
+        if hints and not fit:
+            self._refuse_unlike(compared.values())
         if hints and not fit and not self._knowledge.is_checked_now and not self._passes_together:
             self._knowledge.said.of_unchecked(self._key[0])
         if len(fit) < len(hints):

@@ -21,6 +21,8 @@ ONE_NUMBER = 1e-6
 # That of a window's weights, in two passes through it, from which a warning tells of it.
 _MOVES = 1e-3
 _ROUNDING = 1e-14  # of double precision
+# The relative difference from which numbers that multiply a mean are unlike: counts in half precision differ by less.
+_UNLIKE = 2e-2
 _NONE = (0.0, 0.0)
 
 
@@ -86,7 +88,7 @@ def settle(
     """
     for key in {key: None for part in parts for key in part.units}:
         units = [unit for part in parts if (unit := part.units.get(key))]
-        if not all(is_same(unit, units[0]) for unit in units):
+        if are_unlike(units):
             raise multiplied(key[0])
     totals: dict[SummandKey, float] = {}
     for key in {key: None for part in parts for key in part.weights}:
@@ -139,6 +141,11 @@ def _look_for_clamps(knowledge: LossKnowledge, parts: Sequence[PartWeights]) -> 
             knowledge.said.of_divisor(key[0], known.least, is_only=len(knowledge.items()) == 1)
         if more:
             knowledge.replace(key, hints={count: each for count, each in known.hints.items() if count not in more})
+
+
+def are_unlike(numbers: Sequence[float]) -> bool:
+    """Whether numbers differ by more than counts are rounded."""
+    return bool(numbers) and max(numbers) - min(numbers) > _UNLIKE * max(map(abs, numbers))
 
 
 def multiplied(name: str) -> InvalidInputError:
