@@ -103,8 +103,11 @@ class LossKnowledge:
 
     @property
     def is_confirmed_again(self) -> bool:
-        """Whether a check that was asked for in the window has confirmed what is known."""
-        return self.is_checked_now and 0 < self.now.asked <= _MOST_ASKED_IN_ONE
+        """Whether a check of other samples, which was asked for in the window, has confirmed what is known.
+
+        Several ranks try the same samples again.
+        """
+        return self.counted is None and self.is_checked_now and 0 < self.now.asked <= _MOST_ASKED_IN_ONE
 
     @property
     def needs_no_check(self) -> bool:

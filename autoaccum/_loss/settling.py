@@ -61,7 +61,7 @@ class PartWeights(NamedTuple):
         exists: By name, whether a loss is finite wherever nothing counts in it.
         sums: By sums that may be divided by max(k, n): their divisor, and each count of the part with the most in a
             micro-batch.
-        units: By summand: its weight over what its part counts.
+        units: By summand, where a batch holds numbers: its weight over what its part counts.
     """
 
     weights: Mapping[SummandKey, tuple[float, float, float]] = {}

@@ -291,7 +291,7 @@ class WindowWeights:
             {key: (float(one.total()), one.prediction, one.least) for key, one in found.items()},
             self._exists,
             {key: own for key, one in self._weights.items() if (own := one.of_sum(self._parts)) is not None},
-            {key: one.unit() for key, one in found.items()} if is_part else {},
+            {key: one.unit() for key, one in found.items()} if is_part and self._window.holds_numbers() else {},
         )
 
     def correction(self) -> float | Tensor:
