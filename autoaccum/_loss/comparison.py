@@ -78,7 +78,7 @@ class _Compared:
 
     def known(self) -> Known:
         """Return how the summand is put together."""
-        if chooses(self._number, self._runs):
+        if chooses(self._number, self._runs) or (self._is_random and self._is_normalised()):
             return replace(self._unconfirmed(), contradicts=True)
         weights = [one.weight for one in self._summands]
         is_read = None not in weights
@@ -138,6 +138,10 @@ class _Compared:
     def _hinted(self, known: Known, weights: Sequence[float]) -> Known:
         """Return a mean with the counts of the batch that predict its weights."""
         return hinted(known, weights, [one.divisor for one in self._summands], [run.counts for run in self._runs])
+
+    def _is_normalised(self) -> bool:
+        """Whether a softmax is taken over all samples, as that of a contrastive loss."""
+        return _go_through_all([run.normalised_over[self._number] for run in self._runs])
 
     def _is_constant(self) -> bool:
         return are_same(self._number, self._runs, self._tolerance)
@@ -236,9 +240,13 @@ def clamp_of(runs: Sequence[Observation], number: int, divisors: Sequence[Any]) 
 
 def chooses(number: int, runs: Sequence[Observation]) -> bool:
     """Whether a summand chooses among all samples: from as many elements as in all parts together."""
-    chosen_from = [run.chosen_from[number] for run in runs]
-    is_alike = len({len(one) for one in chosen_from}) == 1  # not by one call for each sample
-    return is_alike and any(all(parts) and sum(parts) == whole for whole, *parts in zip(*chosen_from, strict=True))
+    return _go_through_all([run.chosen_from[number] for run in runs])
+
+
+def _go_through_all(lengths: Sequence[Sequence[int]]) -> bool:
+    """Whether a function goes along as many elements as in all parts together, given those of all samples first."""
+    is_alike = len({len(one) for one in lengths}) == 1  # not by one call for each sample
+    return is_alike and any(all(parts) and sum(parts) == whole for whole, *parts in zip(*lengths, strict=True))
 
 
 def are_same(number: int, runs: Sequence[Observation], tolerance: float) -> bool:

@@ -150,8 +150,8 @@ def _without_graph(knowledge: LossKnowledge, loss: LossValue, known: Known, wind
 
 
 def _weights_of(known: Known, window: Window) -> dict[Count, float]:
-    """Return the weight of a mean by each of its hints: by those that are its weight, if there are any."""
-    hints = {count: each for count, each in known.hints.items() if each == 1.0} or known.hints
+    """Return the weight of a mean by each of its hints: by those of which it is a multiple, if there are any."""
+    hints = {count: each for count, each in known.hints.items() if each.is_integer()} or known.hints
     numbers = counted(window, 0, window.samples, frozenset(hints)) if hints else {}
     return {count: number * hints[count] * (known.per_divisor or 1.0) for count, number in numbers.items()}
 

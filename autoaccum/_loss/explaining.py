@@ -10,11 +10,11 @@ from torch import Tensor
 
 from autoaccum._loss.batch_counts import ELEMENTS, POSITIVE, SAMPLES, SUM, counts_in, counts_of
 from autoaccum._loss.knowledge import RecheckWindow, changed
-from autoaccum._loss.settling import ONE_NUMBER
+from autoaccum._loss.settling import ONE_NUMBER, are_unlike, multiplied
 from autoaccum._loss.summands import is_same
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from autoaccum._data.batches import Window
@@ -95,6 +95,11 @@ class Reads:
         """Note a micro-batch of which a mean is multiplied by 0, so that its graph does not say the weight."""
         self._zeros.append((place, part))
 
+    @property
+    def are_compared(self) -> bool:
+        """Whether the weights of all micro-batches were compared with what the batch counts, but for those of 0."""
+        return bool(self._reads)
+
     def counts(self, part: MicroBatch) -> dict[Count, float]:
         """Return what a micro-batch counts by the hints."""
         hints = frozenset(self.known.hints)
@@ -111,9 +116,11 @@ class Reads:
 
         Raises:
             RecheckWindow: Nothing explains them, in a window for which no check was tried.
+            InvalidInputError: Nothing does, though a check has confirmed what is known.
         """
         if not self._reads:
             return False
+        self._compare_factors(found)
         if not (self.known.hints and self._explains_sum(self.known, self._reads)):
             if self.known.hints:
                 self._explain_each(self.known, self._reads, found)
@@ -121,6 +128,35 @@ class Reads:
                 self._look_for_clamps(found)
         self._count_zeros(found)
         return not any(found)
+
+    def _compare_factors(self, found: Sequence[Any]) -> None:
+        """Compare what a divisor is multiplied by in the micro-batches, which is one number in a check.
+
+        Raises:
+            RecheckWindow: It is not, for the first time in a window.
+            InvalidInputError: It is not, though a check has confirmed it again.
+        """
+        pairs = [(found[read.place], read.number) for read in self._reads] if self.known.per_divisor else []
+        if _fits(pairs, _quotient(pairs)):
+            return
+        if self._knowledge.may_ask and not self._passes_together:
+            self._ask(pairs, "is multiplied by unlike numbers in the micro-batches of a window")
+        self._refuse_unlike([pairs])
+
+    def _refuse_unlike(self, compared: Iterable[Sequence[tuple[float, float]]]) -> None:
+        """Reject numbers that are unlike parts of each count, if that count is all that samples say of them."""
+        is_known = self._window.carries_numbers() or self._knowledge.is_confirmed_again
+        if is_known and all(are_unlike([number / n for number, n in pairs if n]) for pairs in compared):
+            raise multiplied(self._key[0])
+
+    def _ask(self, pairs: Sequence[tuple[float, float]], how: str) -> None:
+        """Ask for a check of samples whose numbers are unlike parts of a count.
+
+        Raises:
+            RecheckWindow: Always.
+        """
+        self._knowledge.now.contrasting = _contrasting(pairs, [read.part for read in self._reads])
+        raise RecheckWindow(changed(self._key[0], how))
 
     def _count_zeros(self, found: list[Any]) -> None:
         """Put what hints count in place of the weights of means that are multiplied by 0, beside others that are not.
@@ -156,7 +192,7 @@ class Reads:
         # A count, or several times a count, explains a divisor better than a part of another, which fits by accident.
         if whole := {hint for hint in fit | clamps.keys() if known.hints[hint].is_integer()}:
             fit, clamps = fit & whole, {hint: one for hint, one in clamps.items() if hint in whole}
-        self._narrow(fit | clamps.keys(), compared, reads)
+        self._narrow(fit | clamps.keys(), compared)
         if not clamps:
             return
         parts = [[min(1.0, n / number) for number, n in compared[hint]] for hint in clamps]
@@ -215,21 +251,22 @@ class Reads:
         self,
         fit: AbstractSet[Count],
         compared: Mapping[Count, Sequence[tuple[float, float]]],
-        reads: Sequence[_Read],
     ) -> None:
         """Keep only the hints that fit.
 
         Raises:
             RecheckWindow: None of them does, for the first time in a window: a check is due of what does not fit.
+            InvalidInputError: None of them does, though a check has confirmed them again.
         """
         hints = self.known.hints
         if hints and not fit and self._knowledge.may_ask and not self._passes_together:
             # It may be another function, or samples that were tried were alike by accident.
             fitting = [sum(_are_one(number, n, pairs) for number, n in pairs) for pairs in compared.values()]
             closest = [*compared.values()][fitting.index(max(fitting))]
-            self._knowledge.now.contrasting = _contrasting(closest, [read.part for read in reads])
             how = "is divided by another number than the batch counts, which it was divided by when it was checked"
-            raise RecheckWindow(changed(self._key[0], how))
+            self._ask(closest, how)
+        if hints and not fit:
+            self._refuse_unlike(compared.values())
         if hints and not fit and not self._knowledge.is_checked_now and not self._passes_together:
             self._knowledge.said.of_unchecked(self._key[0])
         if len(fit) < len(hints):

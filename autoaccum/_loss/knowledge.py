@@ -102,6 +102,14 @@ class LossKnowledge:
         return self.now.asked < _MOST_ASKED_IN_ONE
 
     @property
+    def is_confirmed_again(self) -> bool:
+        """Whether a check of other samples, which was asked for in the window, has confirmed what is known.
+
+        Several ranks try the same samples again.
+        """
+        return self.counted is None and self.is_checked_now and 0 < self.now.asked <= _MOST_ASKED_IN_ONE
+
+    @property
     def needs_no_check(self) -> bool:
         """Whether the arguments say it, whatever a check would show."""
         return self.default is not None or (self.is_torch_loss and self._asked is not None)
@@ -169,7 +177,7 @@ class LossKnowledge:
 
     def begin_asking(self, *, may: bool) -> None:
         """Begin a micro-batch of an evaluation, for which checks may be asked for, or may not."""
-        self.now.asked = 0 if may else _MOST_ASKED_IN_ONE
+        self.now.asked = 0 if may else _MOST_ASKED_IN_ONE + 1
 
     def ask_for_check(self) -> None:
         """Have losses tried before the next window that is cut, whatever is known of them."""

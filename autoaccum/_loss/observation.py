@@ -39,6 +39,8 @@ _PATTERN = 4099
 _SCALE = 1024.0
 # The nodes of functions that choose elements along a dimension.
 _CHOOSING = ("Topk", "Sort", "Kthvalue", "Median", "Max", "Min", "Amax", "Amin")
+# Those of functions that divide by a sum over all elements along a dimension.
+_NORMALISING = ("Softmax", "LogSoftmax", "Logsumexp")
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class Observation:
         is_stated: Whether the loss is a pair or a vector, which states its weight.
         is_pair: Whether it is a pair.
         clamps: What has clamped the divisor of each summand, or the weight of a pair; None for nothing.
+        normalised_over: By summand: over how many elements each softmax is taken.
     """
 
     samples: int
@@ -68,6 +71,7 @@ class Observation:
     is_stated: bool = False
     is_pair: bool = False
     clamps: Sequence[Clamp | None] = ()
+    normalised_over: Sequence[Sequence[int]] = ()
 
     @property
     def weights(self) -> list[float | None]:
@@ -82,6 +86,7 @@ class Observation:
             summands=[one],
             gradients=self.gradients.sum(0, keepdim=True),
             chosen_from=[[number for own in self.chosen_from for number in own]],
+            normalised_over=[[number for own in self.normalised_over for number in own]],
             clamps=[None],
         )
 
@@ -106,7 +111,10 @@ def observe(
     value, summands = loss.value, summands_on_host(loss)
     if loss.is_sum:
         value = value / summands[0].weight if summands[0].weight else value * 0.0
-    rows, chosen_from = [], [_chosen_from(one.node) for one in summands]
+    rows = []
+    chosen_from, normalised_over = (
+        [_lengths(one.node, names) for one in summands] for names in (_CHOOSING, _NORMALISING)
+    )
     for number in range(len(summands)) if parameters else ():
         with only(summands, number):
             with quietly():
@@ -123,14 +131,15 @@ def observe(
         chosen_from,
         is_stated=loss.weight is not None,
         is_pair=loss.is_sum,
+        normalised_over=normalised_over,
     )
 
 
-def _chosen_from(node: Any) -> list[int]:
-    """Return from how many elements each function chooses whose result a node needs."""
+def _lengths(node: Any, names: tuple[str, ...]) -> list[int]:
+    """Return along how many elements each function of these names goes whose result a node needs."""
     found = []
     for one in nodes_of(node):
-        if one.name().startswith(_CHOOSING) and hasattr(one, "_saved_dim") and one.next_functions[0][0] is not None:
+        if one.name().startswith(names) and hasattr(one, "_saved_dim") and one.next_functions[0][0] is not None:
             before, output = one.next_functions[0]
             found.append(math.prod(int(shape_of(before, output)[dim]) for dim in dims_of(one)))
     return found

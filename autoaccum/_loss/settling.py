@@ -21,6 +21,8 @@ ONE_NUMBER = 1e-6
 # That of a window's weights, in two passes through it, from which a warning tells of it.
 _MOVES = 1e-3
 _ROUNDING = 1e-14  # of double precision
+# The relative difference from which numbers that multiply a mean are unlike: counts in half precision differ by less.
+_UNLIKE = 2e-2
 _NONE = (0.0, 0.0)
 
 
@@ -59,11 +61,13 @@ class PartWeights(NamedTuple):
         exists: By name, whether a loss is finite wherever nothing counts in it.
         sums: By sums that may be divided by max(k, n): their divisor, and each count of the part with the most in a
             micro-batch.
+        units: By summand, where a batch holds numbers: its weight over what its part counts.
     """
 
     weights: Mapping[SummandKey, tuple[float, float, float]] = {}
     exists: Mapping[str, bool] = {}
     sums: Mapping[SummandKey, tuple[float, Mapping[Count, tuple[float, float]]]] = {}
+    units: Mapping[SummandKey, float] = {}
 
 
 def settle(
@@ -79,8 +83,13 @@ def settle(
 
     Raises:
         NotSettled: The predictions of some part are not off by one number.
-        InvalidInputError: Nothing counts in the window, and its loss does not exist.
+        InvalidInputError: Nothing counts in the window, and its loss does not exist; or parts are multiplied by unlike
+            numbers.
     """
+    for key in {key: None for part in parts for key in part.units}:
+        units = [unit for part in parts if (unit := part.units.get(key))]
+        if are_unlike(units):
+            raise multiplied(key[0])
     totals: dict[SummandKey, float] = {}
     for key in {key: None for part in parts for key in part.weights}:
         found = [part.weights[key] for part in parts if key in part.weights]
@@ -132,6 +141,21 @@ def _look_for_clamps(knowledge: LossKnowledge, parts: Sequence[PartWeights]) -> 
             knowledge.said.of_divisor(key[0], known.least, is_only=len(knowledge.items()) == 1)
         if more:
             knowledge.replace(key, hints={count: each for count, each in known.hints.items() if count not in more})
+
+
+def are_unlike(numbers: Sequence[float]) -> bool:
+    """Whether numbers differ by more than counts are rounded."""
+    return bool(numbers) and max(numbers) - min(numbers) > _UNLIKE * max(map(abs, numbers))
+
+
+def multiplied(name: str) -> InvalidInputError:
+    """Return the error for a mean of which parts of a window are multiplied by unlike numbers."""
+    return InvalidInputError(
+        f"loss {name!r} is divided by other numbers in parts of a window than their samples count, as if what is "
+        "drawn, or a number of a batch of the loader, multiplied it: what multiplies a mean cannot be told from a "
+        "weight. Return one value a sample (reduction='none'), or the (sum, weight) pair, or pass "
+        "loss_reduction='mean' to average over samples"
+    )
 
 
 def nothing_counts(name: str) -> InvalidInputError:

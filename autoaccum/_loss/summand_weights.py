@@ -183,6 +183,12 @@ class SummandWeights:
         """As `Reads.explain`, of these weights."""
         return self._reads.explain(self.found)
 
+    def unit(self) -> float:
+        """Return the weight over what these samples count, by hints that explain it; 0 for no such hint."""
+        hint = hint_of(self.known, self._window) if self._reads.are_compared and self.known.hints else None
+        n = 0.0 if hint is None or not self._window.is_nested else _by_hint(hint, self._window) * self.known.hints[hint]
+        return float(self.total()) / n if n else 0.0
+
     # --- sums ---------------------------------------------------------------------------------------------------------
 
     def compare_sum(self, summand: Summand, part: MicroBatch) -> None:

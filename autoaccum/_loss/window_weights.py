@@ -284,13 +284,14 @@ class WindowWeights:
         """Return the weight of each summand, added up over these samples."""
         return {key: float(one.total()) for key, one in self._weights.items() if one.found}
 
-    def message(self) -> PartWeights:
-        """Return what this process's part tells of the window's weights."""
+    def message(self, *, is_part: bool = True) -> PartWeights:
+        """Return what this process's part tells of the window's weights; less, if it is the whole."""
         found = {key: one for key, one in self._weights.items() if one.found}
         return PartWeights(
             {key: (float(one.total()), one.prediction, one.least) for key, one in found.items()},
             self._exists,
             {key: own for key, one in self._weights.items() if (own := one.of_sum(self._parts)) is not None},
+            {key: one.unit() for key, one in found.items()} if is_part and self._window.holds_numbers() else {},
         )
 
     def correction(self) -> float | Tensor:
@@ -307,7 +308,7 @@ class WindowWeights:
                 return torch.where(total == 0, 1.0, only.prediction / total)
             if total == only.prediction and not only.least:  # as in almost every window
                 return 1.0
-        return settle(self._knowledge, [self.message()], is_exact=self._is_exact)[0]
+        return settle(self._knowledge, [self.message(is_part=False)], is_exact=self._is_exact)[0]
 
     def total_of(self, name: str) -> tuple[float | Tensor, float]:
         """Return the weight of a loss that has a single summand, and the least that it can be in a window.

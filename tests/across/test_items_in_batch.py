@@ -143,3 +143,66 @@ def test_evaluation_divides_by_the_sum_too():
     found = runner.evaluate(BATCHES)
 
     assert found == pytest.approx(divided(of_ids(model, WHOLE), WHOLE).item(), rel=1e-12)
+
+
+# --- means that a number of the batch multiplies ----------------------------------------------------------------------
+
+
+def mixed(weight, seed, samples=4):
+    """A batch of inputs that were mixed, each with two classes, of which the first has this weight."""
+    inputs = torch.randn(samples, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return {"input": inputs, "first": torch.arange(samples) % 2, "second": torch.arange(samples) % 3, "weight": weight}
+
+
+def mixup(outputs, batch, reduction="mean"):
+    first, second = (
+        functional.cross_entropy(outputs, batch[name], reduction=reduction) for name in ("first", "second")
+    )
+    return batch["weight"] * first + (1 - batch["weight"]) * second
+
+
+def of_each_sample(outputs, batch):
+    return mixup(outputs, batch, "none")
+
+
+def of_input(model, batch):
+    return model(batch["input"])
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Linear(3, 3).double()
+
+
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_mean_times_a_number_that_differs_in_a_window_is_refused(number):
+    window = autoaccum.Window([mixed(number(weight), seed) for seed, weight in enumerate((0.3, 0.9, 0.6))])
+
+    with pytest.raises(
+        autoaccum.InvalidInputError, match=r"a number of a batch of the loader, multiplied it: .* one value a sample"
+    ):
+        cut_gradient(classifier(), mixup, window, (2,) * 6, forward=of_input)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights"), [(of_each_sample, (0.3, 0.9, 0.6)), (mixup, (0.3, 0.3, 0.3))], ids=["each", "one number"]
+)
+def test_mean_times_a_number_is_exact_for_each_sample_or_if_the_number_is_one(loss, weights):
+    batches = [mixed(weight, seed) for seed, weight in enumerate(weights)]
+    model = classifier()
+    sum(mixup(of_input(model, batch), batch) / len(batches) for batch in batches).backward()
+    expected = joined(model)
+
+    found, _ = cut_gradient(classifier(), loss, autoaccum.Window(batches), (2,) * 6, forward=of_input)
+
+    assert distance(found, expected) <= 1e-12
+
+
+def test_mean_times_another_number_in_each_window_is_exact_until_a_window_has_two():
+    loader = [mixed(weight, seed, 8) for seed, weight in enumerate((0.3, 0.9))]
+    loader += [mixed(weight, seed, 4) for seed, weight in enumerate((0.3, 0.9))]
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"a number of a batch of the loader, multiplied") as caught:
+        fit_quietly(classifier(), loader, 8, micro_batch=3, loss=mixup, forward=of_input)
+
+    assert caught.value.result.steps == 2

@@ -148,6 +148,23 @@ def divided_by_own_count(rank, size):
     return {"loss": loss, "make_loader": lambda *_: [batch], "target_batch": 12, "shard_data": False}
 
 
+def times_own_number(*, differs):
+    """A mean that each rank's batch carries a factor of, as mixup's part."""
+
+    def loss(outputs, batch):
+        return batch["part"] * functional.cross_entropy(outputs, batch["targets"])
+
+    def arguments(rank, size):
+        batch = {
+            "input": torch.randn(6, 6).double(),
+            "targets": torch.arange(6) % 3,
+            "part": 0.3 + differs * 0.6 * rank,
+        }
+        return {"loss": loss, "make_loader": lambda *_: [batch], "target_batch": 12, "shard_data": False}
+
+    return arguments
+
+
 OF_NAMES = [
     *(
         Row(f"what is reported of {kind} is that of the whole window", evaluating(kind), on=(THREE,))
@@ -162,6 +179,11 @@ OF_NAMES = [
         "a count of a part of the window is refused on all ranks", divided_by_own_count,
         holds=expect.refused("'num_items_in_batch', a number of a batch of the loader"),
     ),
+    Row(
+        "a number that multiplies a mean and is another one on each rank is refused on all",
+        times_own_number(differs=True), holds=expect.refused("cannot be told from a weight"),
+    ),
+    Row("a number that multiplies a mean on all ranks", times_own_number(differs=False), holds=lambda run: run()),
 ]  # fmt: skip
 
 ROWS = table(__file__, *FORMS, *SHOWN_BY_SOME, *OF_NAMES)

@@ -294,6 +294,27 @@ def test_mean_over_batches_of_one_sample_each_is_over_their_labelled_tokens(own,
     assert found == pytest.approx(exact(model, (inputs, labels), over_tokens), rel=1e-12)
 
 
+class OfKeptElements(nn.Linear):
+    """Returns its own mean over the elements of the rows that a mask keeps."""
+
+    def __init__(self):
+        super().__init__(4, 4, dtype=torch.float64)
+
+    def forward(self, inputs, kept):
+        off = (super().forward(inputs) - inputs).square() * kept[:, None]
+        return {"loss": off.sum() / (kept.sum() * inputs.shape[1])}
+
+
+def test_mean_over_elements_of_what_a_mask_keeps_is_exact_though_the_mask_kept_all_in_training():
+    model, runner = (one := OfKeptElements()), runner_of(one, 16, 8)
+    runner.step(kept_of(16, kept=[*range(16)]))
+    whole = kept_of(12, kept=[0, 1, 4, 8, 9, 10])
+
+    found = runner.evaluate(parts_of(whole, 4))
+
+    assert found == pytest.approx(model(**whole)["loss"].item(), rel=1e-12)
+
+
 def over_kept(least):
     def loss(outputs, batch):
         return (outputs.square().mean(1) * batch["kept"]).sum() / batch["kept"].sum().clamp(min=least)

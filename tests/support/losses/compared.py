@@ -174,6 +174,12 @@ def even_pairs(o, _):
     return -functional.logsigmoid(o[:, 0, 0].view(-1, 2).diff(dim=1)).mean()
 
 
+def supervised_contrastive(o, b):
+    normal = functional.normalize(o.flatten(1))
+    similar, same = normal @ normal.T / 0.1, (b["has"][:, None] == b["has"]).to(o)
+    return (similar.logsumexp(1) - (similar * same).sum(1) / same.sum(1)).mean()
+
+
 REFUSED = {"allowed": "refused", "said": NEITHER}
 COMPARED |= {
     "contrastive, a buffer moves": Form(
@@ -422,6 +428,18 @@ COMPARED |= {
         windows=drawn(*[0.5] * 3),
         seeds=5,
         lr=1e-3,
+    ),
+    "contrastive, noisy": Form(lambda o, b: info_nce(o["out"], b), Noisy, forward=of_noise, **REFUSED),
+    "contrastive beside a mean, noisy": Form(
+        lambda o, b: ce(o["out"], b["labels"]) + 0.1 * info_nce(o["out"], b), Noisy, forward=of_noise, **REFUSED
+    ),
+    "supervised contrastive, noisy": Form(
+        lambda o, b: supervised_contrastive(o["out"], b), Noisy, forward=of_noise, **REFUSED
+    ),
+    "a softmax over the tokens of each sample, noisy": Form(
+        lambda o, b: -(o["out"][..., 0].log_softmax(1) * b["z"][..., 0].softmax(1)).sum(1).mean(),
+        Noisy,
+        forward=of_noise,
     ),
     "two sums of which one is noisy": Form(
         lambda o, b: (

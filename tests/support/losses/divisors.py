@@ -733,3 +733,38 @@ DIVISORS |= {
         said=r"cannot be read from its graph.*\(sum, weight\) pair",
     ),
 }
+
+
+# --- what multiplies a mean is another number in each micro-batch -----------------------------------------------------
+
+
+def mixup(o, b):
+    """Of two classes for each token, the first by a part that is drawn, as a training loop's own mixup does."""
+    part = torch.rand(()).item()
+    return part * ce(o, b["y"]) + (1 - part) * ce(o, (b["y"] + 1) % C)
+
+
+def times_what_is_drawn(loss):
+    return lambda o, b: (0.1 + torch.rand(()).item()) * loss(o, b)
+
+
+DIVISORS |= {
+    f"{name} times what is drawn": Form(loss, allowed="refused", said="cannot be told from a weight")
+    for name, loss in {
+        "two means": mixup,
+        "a mean": times_what_is_drawn(lambda o, b: ce(o, b["labels"])),
+        "a mean over at least one": times_what_is_drawn(clamped),
+        "a sum over samples": times_what_is_drawn(lambda o, b: ce(o, b["y"], reduction="sum") / len(o)),
+        "a mean beside a mean": lambda o, b: (
+            ce(o, b["labels"]) + times_what_is_drawn(lambda o, b: square(o).mean())(o, b)
+        ),
+    }.items()
+}
+
+DIVISORS["over a mask in bfloat16"] = Form(  # whose sums are exact up to 256, and so in the checks
+    lambda o, b: (each(o, b) * b["mask"]).sum() / b["mask"].bfloat16().sum(),
+    windows=of_digits("1" * 149),
+    cut=(80, 69),
+    tolerance=1e-2,
+    allowed="exact or warned",
+)
