@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autoaccum._loss.batch_counts import ELEMENTS, POSITIVE, SAMPLES, SUM, counts_in, counts_of
 from autoaccum._loss.knowledge import RecheckWindow, changed
-from autoaccum._loss.settling import ONE_NUMBER, are_unlike, multiplied
+from autoaccum._loss.settling import ONE_NUMBER, are_unlike, has_unlike_factors
 from autoaccum._loss.summands import is_same
 
 if TYPE_CHECKING:
@@ -144,10 +144,10 @@ class Reads:
         self._refuse_unlike([pairs])
 
     def _refuse_unlike(self, compared: Iterable[Sequence[tuple[float, float]]]) -> None:
-        """Reject numbers that are unlike parts of each count, if that count is all that samples say of them."""
+        """Reject divisors that are unlike multiples of every count, unless another check may still explain them."""
         is_known = self._window.carries_numbers() or self._knowledge.is_confirmed_again
         if is_known and all(are_unlike([number / n for number, n in pairs if n]) for pairs in compared):
-            raise multiplied(self._key[0])
+            raise has_unlike_factors(self._key[0])
 
     def _ask(self, pairs: Sequence[tuple[float, float]], how: str) -> None:
         """Ask for a check of samples whose numbers are unlike parts of a count.

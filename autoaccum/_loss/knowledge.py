@@ -177,6 +177,7 @@ class LossKnowledge:
 
     def begin_asking(self, *, may: bool) -> None:
         """Begin a micro-batch of an evaluation, for which checks may be asked for, or may not."""
+        # More than any window has asked for: no check was, so none has confirmed anything.
         self.now.asked = 0 if may else _MOST_ASKED_IN_ONE + 1
 
     def ask_for_check(self) -> None:

@@ -89,7 +89,7 @@ def settle(
     for key in {key: None for part in parts for key in part.units}:
         units = [unit for part in parts if (unit := part.units.get(key))]
         if are_unlike(units):
-            raise multiplied(key[0])
+            raise has_unlike_factors(key[0])
     totals: dict[SummandKey, float] = {}
     for key in {key: None for part in parts for key in part.weights}:
         found = [part.weights[key] for part in parts if key in part.weights]
@@ -148,13 +148,12 @@ def are_unlike(numbers: Sequence[float]) -> bool:
     return bool(numbers) and max(numbers) - min(numbers) > _UNLIKE * max(map(abs, numbers))
 
 
-def multiplied(name: str) -> InvalidInputError:
-    """Return the error for a mean of which parts of a window are multiplied by unlike numbers."""
+def has_unlike_factors(name: str) -> InvalidInputError:
+    """Return the error for a mean whose factor differs between parts of a window."""
     return InvalidInputError(
-        f"loss {name!r} is divided by other numbers in parts of a window than their samples count, as if what is "
-        "drawn, or a number of a batch of the loader, multiplied it: what multiplies a mean cannot be told from a "
-        "weight. Return one value a sample (reduction='none'), or the (sum, weight) pair, or pass "
-        "loss_reduction='mean' to average over samples"
+        f"loss {name!r} is a mean times a number that differs between micro-batches (a drawn one, as of mixup, or a "
+        "number of a batch of the loader), and its graph does not tell such a factor from a weight; return one value "
+        "per sample (reduction='none') or the (sum, weight) pair, or pass loss_reduction='mean' to average over samples"
     )
 
 

@@ -178,9 +178,7 @@ def classifier():
 def test_mean_times_a_number_that_differs_in_a_window_is_refused(number):
     window = autoaccum.Window([mixed(number(weight), seed) for seed, weight in enumerate((0.3, 0.9, 0.6))])
 
-    with pytest.raises(
-        autoaccum.InvalidInputError, match=r"a number of a batch of the loader, multiplied it: .* one value a sample"
-    ):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"a number of a batch of the loader.* one value per sample"):
         cut_gradient(classifier(), mixup, window, (2,) * 6, forward=of_input)
 
 
@@ -202,7 +200,7 @@ def test_mean_times_another_number_in_each_window_is_exact_until_a_window_has_tw
     loader = [mixed(weight, seed, 8) for seed, weight in enumerate((0.3, 0.9))]
     loader += [mixed(weight, seed, 4) for seed, weight in enumerate((0.3, 0.9))]
 
-    with pytest.raises(autoaccum.InvalidInputError, match=r"a number of a batch of the loader, multiplied") as caught:
+    with pytest.raises(autoaccum.InvalidInputError, match=r"a mean times a number .* of the loader") as caught:
         fit_quietly(classifier(), loader, 8, micro_batch=3, loss=mixup, forward=of_input)
 
     assert caught.value.result.steps == 2

@@ -181,7 +181,7 @@ OF_NAMES = [
     ),
     Row(
         "a number that multiplies a mean and is another one on each rank is refused on all",
-        times_own_number(differs=True), holds=expect.refused("cannot be told from a weight"),
+        times_own_number(differs=True), holds=expect.refused("times a number that differs"),
     ),
     Row("a number that multiplies a mean on all ranks", times_own_number(differs=False), holds=lambda run: run()),
 ]  # fmt: skip

@@ -749,7 +749,7 @@ def times_what_is_drawn(loss):
 
 
 DIVISORS |= {
-    f"{name} times what is drawn": Form(loss, allowed="refused", said="cannot be told from a weight")
+    f"{name} times what is drawn": Form(loss, allowed="refused", said="times a number that differs")
     for name, loss in {
         "two means": mixup,
         "a mean": times_what_is_drawn(lambda o, b: ce(o, b["labels"])),
